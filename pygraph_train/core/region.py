@@ -169,6 +169,11 @@ class PhaseRegions:
         """The ids of the tensors in which gradients are put."""
         return list(map(id, self._gradients.values()))
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether there are graphs of Dynamo's, and none of them may be recorded."""
+        return bool(self.regions) and all(region.reason is not None for region in self.regions)
+
     def make_way(self, given: Sequence[Any]) -> None:
         """Before a recording or a comparison computes gradients where those lie that wait for further micro-batches."""
         held = [t for t in given if id(t) in self._gradients]

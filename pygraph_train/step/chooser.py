@@ -21,12 +21,11 @@ _REPLAYS, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _SAVED, _MARGIN = 130, 0.75, 1.1
-"""What graphs cost, in steps: Dynamo's trace, recordings and comparisons took as long as 87 to 200 plain steps of five
-models on an H200 (benchmarks.phases). Which share of such a step they saved: 0.58 to 0.82. How often they have to pay.
+_COST, _COST_OF_MODULE, _SAVED, _MARGIN = 1.0, 0.016, 0.75, 1.1
+"""Seconds that graphs cost: Dynamo's trace, recordings and comparisons took 1 second and 10 to 17 ms for each module of
+six models (benchmarks.phases and benchmarks.recipes, H200). Which share of the host's time in a plain step they saved:
+0.58 to 0.82. How often they have to pay.
 """
-
-_FEWEST = math.ceil(_MARGIN * _COST / _SAVED)
 
 
 def _nobody(with_graphs: float, without: float) -> None:
@@ -40,6 +39,7 @@ class Chooser:
         engine: where graphs are made.
         timed: called with the seconds of a step with graphs, and of one without.
         left: how many further steps there will be, infinity where nobody knows.
+        modules: how many there are in what is trained.
 
     Attributes:
         plain: whether the next step has to run without graphs.
@@ -50,9 +50,10 @@ class Chooser:
         engine: Engine,
         timed: Callable[[float, float], None] = _nobody,
         left: Callable[[], float] = lambda: math.inf,
+        modules: Callable[[], int] = lambda: 0,
     ) -> None:
         self.plain = True
-        self._engine, self._timed, self._left = engine, timed, left
+        self._engine, self._timed, self._left, self._modules = engine, timed, left, modules
         self._steps = self._replays = 0
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs
@@ -90,10 +91,11 @@ class Chooser:
             return Problem(
                 f"the device does not wait for the host, so graphs would save little: {ms}", fix=_ON
             )
-        left = self._left()
-        if left >= _FEWEST:
+        cost, left = _COST + _COST_OF_MODULE * self._modules(), self._left()
+        fewest = math.ceil(_MARGIN * cost / (_SAVED * self._host))
+        if left >= fewest:
             return None
-        return Problem(f"{left:.0f} steps are left, and graphs pay after some {_FEWEST} steps", fix=_ON)
+        return Problem(f"{left:.0f} steps are left, and graphs pay after some {fewest} steps", fix=_ON)
 
     def _why_no_more(self) -> Problem | None:
         if self._with < math.inf:
@@ -112,7 +114,8 @@ def chooser_for(
     engine: Engine,
     timed: Callable[[float, float], None],
     left: Callable[[], float],
+    modules: Callable[[], int],
 ) -> Chooser | None:
     """None where graphs are made in any case: times of the emulated engine say nothing."""
     asked = config.forward == "on" or config.on_failure == "raise"
-    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left)
+    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left, modules)

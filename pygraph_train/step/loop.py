@@ -36,7 +36,7 @@ from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import CaptureRecord, Fallback
 from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.living import Living
-from pygraph_train.step.module_call import ModuleCall, compiled_part
+from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
 
 __all__ = ["Loop"]
@@ -114,7 +114,8 @@ class Loop:
             return True
         self.active = True
         self.report.began(self._engine.name)
-        self._chooser = chooser_for(config, self._engine, self.report.timed, lambda: self.left())
+        given = config, self._engine, self.report.timed, lambda: self.left()
+        self._chooser = chooser_for(*given, lambda: sum(len(list(m.modules())) for m in self._taken))
         return True
 
     # -- taking over --------------------------------------------------------------------------------
@@ -320,6 +321,10 @@ class Loop:
             if r.recorded:
                 report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps))
                 r.recorded, r.seconds = 0, 0.0
+        for call in self._calls:
+            call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0
+            if call.hopeless == HOPELESS:
+                call.remove()
         report.step_ended(
             graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
         )

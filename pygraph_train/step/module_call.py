@@ -25,7 +25,12 @@ from pygraph_train.torch_private.stock_dynamo import (
     traces_of_others,
 )
 
-__all__ = ["COMPILED_PART", "ModuleCall", "compiled_part", "tensors_of"]
+__all__ = ["COMPILED_PART", "HOPELESS", "ModuleCall", "compiled_part", "tensors_of"]
+
+HOPELESS = 3
+"""Steps in a row in which no part may have a graph, after which forward and backward run as they are written: the
+graphs that Dynamo makes are slower.
+"""
 
 COMPILED_PART = Problem(
     "a part of the model is compiled by torch.compile, and graphs would hold other kernels than it has",
@@ -58,6 +63,7 @@ class ModuleCall:
         regions: the graphs.
         paused: whether calls run the module as it is for now.
         held: so many further calls with gradients run it as it is.
+        hopeless: steps in a row in which no part of it may have a graph.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class ModuleCall:
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
-        self.held = 0
+        self.held = self.hopeless = 0
         set_call_of(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.step.chooser import chooser_for
-from pygraph_train.step.module_call import COMPILED_PART, compiled_part, tensors_of
+from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
@@ -66,8 +66,11 @@ class PhaseRunner:
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
-        self._prepared = self._initialized = self.stopped = False
-        self._chooser = chooser_for(config, engine, report.timed, training.left)
+        self._prepared = self._initialized = self._runs_plain = self.stopped = False
+        self._hopeless = 0
+        self._chooser = chooser_for(
+            config, engine, report.timed, training.left, lambda: len(list(training.program.model.modules()))
+        )
         report.runs_with(SEPARATE)
         if config.forward == "off":
             report.note(FORWARD_IS_OFF)
@@ -112,7 +115,7 @@ class PhaseRunner:
 
     def _may_replay(self) -> bool:
         training = self._training
-        if self.stopped or training.config.forward == "off":
+        if self.stopped or self._runs_plain or training.config.forward == "off":
             return False  # eager kernels have no graph of a backward alone
         if self._why_plain is not None or (self._chooser is not None and self._chooser.plain):
             return False
@@ -199,6 +202,10 @@ class PhaseRunner:
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
         training.report.step_ended(plan, updated=step.position.update)
+        self._hopeless = self._hopeless + 1 if regions.hopeless else 0
+        if self._hopeless == HOPELESS:
+            regions.close()
+            self._runs_plain = True
         if regions.recorded:
             record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step)
             training.report.captured(record)
@@ -210,7 +217,7 @@ class PhaseRunner:
             training.step_replayed()
         else:
             training.step_ran()
-        if self._chooser is None or self.stopped or self._why_plain is not None:
+        if self._chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
         if (why := self._chooser.step_ended(graphed)) is not None:
             before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)

@@ -19,23 +19,25 @@ pytestmark = pytest.mark.passes_without_graphs("times are declared")
 
 
 class Times(NamedTuple):
-    """Milliseconds of a plain step on host and device, of a step with graphs, and seconds until graphs replay."""
+    """Milliseconds of a plain step on host and device, of a step with graphs, seconds until graphs replay, modules."""
 
     host: float
     device: float
     graphed: float
     cost: float
+    modules: int
 
 
 RUNS = {
-    "MLP": Times(6.7, 0.4, 1.3, 1.4),
-    "BERT": Times(41.5, 8.3, 8.5, 4.3),
-    "MobileNetV3": Times(30.2, 5.0, 12.5, 4.7),
-    "ViT-S": Times(26.7, 4.5, 4.9, 2.3),
-    "a Llama of 1B on a full device": Times(30.0, 95.0, 94.0, 14.0),
-    "ResNet-50 on a full device": Times(25.0, 90.0, 90.0, 5.0),
-    "a model whose graphs are slower": Times(10.0, 3.0, 14.0, 2.0),
-    "a model with hundreds of kernels and no gain": Times(20.0, 19.0, 19.5, 5.0),
+    "MLP": Times(6.7, 0.4, 1.3, 1.4, 34),
+    "BERT": Times(41.5, 8.3, 8.5, 4.3, 233),
+    "MobileNetV3": Times(30.2, 5.0, 12.5, 4.7, 310),
+    "a Llama with adapters, a micro-batch": Times(17.3, 8.0, 10.0, 8.8, 500),
+    "ViT-S": Times(26.7, 4.5, 4.9, 2.3, 155),
+    "a Llama of 1B on a full device": Times(30.0, 95.0, 94.0, 14.0, 230),
+    "ResNet-50 on a full device": Times(25.0, 90.0, 90.0, 5.0, 150),
+    "a model whose graphs are slower": Times(10.0, 3.0, 14.0, 2.0, 60),
+    "a model with hundreds of kernels and no gain": Times(20.0, 19.0, 19.5, 5.0, 250),
 }
 
 
@@ -66,7 +68,11 @@ def play(
     """Seconds of a run, and why it had no graphs in the end."""
     machine, ran = Machine(), 0
     monkeypatch.setattr(chooser, "time", machine)
-    choice = Chooser(machine, left=lambda: steps - ran if known else math.inf)  # type: ignore[arg-type]
+    choice = Chooser(
+        machine,  # type: ignore[arg-type]
+        left=lambda: steps - ran if known else math.inf,
+        modules=lambda: times.modules,
+    )
     why, traced = None, False
     for ran in range(1, steps + 1):  # noqa: B007
         graphed = why is None and not choice.plain
@@ -105,7 +111,7 @@ def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "the host needs 25.0 ms of a step of 90.0 ms"
     )
     _, short = play(RUNS["BERT"], 100, monkeypatch, known=True)
-    assert short == "97 steps are left, and graphs pay after some 191 steps"
+    assert short == "97 steps are left, and graphs pay after some 168 steps"
     _, slower = play(RUNS["a model whose graphs are slower"], 500, monkeypatch, known=True)
     assert slower == "steps are faster without graphs: 10.00 instead of 14.00 ms"
     assert play(RUNS["BERT"], 500, monkeypatch, known=True)[1] is None
@@ -130,7 +136,7 @@ def test_nothing_is_timed_where_graphs_are_made_in_any_case() -> None:
     machine = Machine()
 
     def made(**options: str) -> Chooser | None:
-        return chooser_for(PyGraphConfig(**options), machine, lambda a, b: None, lambda: math.inf)  # type: ignore[arg-type]
+        return chooser_for(PyGraphConfig(**options), machine, lambda a, b: None, lambda: math.inf, lambda: 1)  # type: ignore[arg-type]
 
     assert isinstance(made(), Chooser)
     assert made(forward="on") is None and made(on_failure="raise") is None
@@ -169,9 +175,7 @@ def _accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[An
 def test_a_loop_keeps_to_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three plain steps, graphs, and none any more where they are slower."""
     for module in (loop, phase_runner):
-        monkeypatch.setattr(
-            module, "chooser_for", lambda config, engine, timed, left: Chooser(engine, timed, left)
-        )
+        monkeypatch.setattr(module, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
     monkeypatch.setattr(Chooser, "_interval", lambda self: (1.0, 1.0) if self.plain else (2.0, 2.0))
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     step, report = make(model, torch.optim.SGD(model.parameters(), 0.01, fused=True))
