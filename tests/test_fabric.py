@@ -75,7 +75,9 @@ def phases(report: Any, least: int = 20) -> None:
 # -- the stock loop -----------------------------------------------------------------------------------
 
 
-@pytest.mark.notices("inputs of regions are not copied", "learning rates are not copied to the device")
+@pytest.mark.notices(
+    "the last tensor of a batch is not copied", "learning rates are not copied to the device"
+)
 @pytest.mark.parametrize("clipping", list(CLIPPINGS))
 def test_the_stock_loop(clipping: str) -> None:
     phases(both(functools.partial(stock, clipping=CLIPPINGS[clipping]), replays=51))
@@ -136,7 +138,6 @@ class WithLoss(Net):
 
 @pytest.mark.notices(
     "the last tensor of a batch is not copied",
-    "gradients pile up in graphs",
     "learning rates are not copied to the device",
 )
 @pytest.mark.parametrize("clipping", list(CLIPPINGS))

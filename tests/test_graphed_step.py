@@ -27,7 +27,7 @@ OPTIMIZERS = pytest.mark.parametrize(
 # -- learning rates and optimizer state --------------------------------------------------------------
 
 
-@pytest.mark.notices("gradients pile up in graphs")
+@pytest.mark.notices("learning rates are not copied to the device")
 @OPTIMIZERS
 @pytest.mark.parametrize("schedule", ["step", "cosine"])
 def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, schedule):
@@ -288,7 +288,9 @@ def test_parameters_that_join_or_leave_the_optimizer_in_mid_run(change, fused):
 # -- gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
+@pytest.mark.notices(
+    "the last tensor of a batch is not copied", "gradients of several backwards are not added up"
+)
 @OPTIMIZERS
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
@@ -507,7 +509,7 @@ def _tied(model: Scaled, optimizer: Any) -> None:
     model.second.bias = nn.Parameter(torch.zeros(3))
 
 
-ELSEWHERE = pytest.mark.notices("parameters are never looked for elsewhere")
+ELSEWHERE = pytest.mark.notices("parameters and buffers are never looked for elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -655,7 +657,6 @@ def test_validation_and_ema_between_steps():
     both(script, replays=30, plan="{F} {B} {O}")
 
 
-@pytest.mark.notices("guards always hold")
 def test_training_in_eval_mode_for_a_while():
     def script(diary: Diary) -> None:
         model = Net()
@@ -842,7 +843,6 @@ def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
     both(script, replays=30, plan="{F} {B} O")
 
 
-@pytest.mark.notices("guards always hold")
 def test_autocast_around_the_step():
     def script(diary: Diary) -> None:
         model = Net()
@@ -934,7 +934,6 @@ def test_keyword_arguments_and_unread_tensors():
     both(script, replays=30, plan="{F} {B} {O}")
 
 
-@pytest.mark.notices("guards always hold")
 def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
     def script(diary: Diary) -> None:
         model = Net()

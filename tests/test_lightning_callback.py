@@ -53,7 +53,7 @@ def named(options: Any) -> str:
 # -- options of the Trainer ----------------------------------------------------------------------------
 
 
-@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
+@pytest.mark.notices("the last tensor of a batch is not copied")
 @pytest.mark.slow_after(6)
 @OPTIMIZERS
 @pytest.mark.parametrize(

@@ -353,7 +353,6 @@ def test_values_of_python_logged_in_the_step_are_right(make):
 
 
 @pytest.mark.slow
-@pytest.mark.notices("guards always hold")
 def test_epoch_read_in_the_step_is_read_in_every_epoch():
     class Warm(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

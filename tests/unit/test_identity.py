@@ -31,7 +31,7 @@ def test_a_python_with_other_tuples_asks_one_by_one(monkeypatch: pytest.MonkeyPa
     assert not identity._tuples_are_as_expected()
 
 
-@pytest.mark.notices("objects are never told apart")
+@pytest.mark.notices("objects of the optimizer are never told apart")
 def test_gradients_that_the_loop_empties_come_back_with_the_next_replay() -> None:
     def script(diary: Diary) -> None:
         model = Net()
@@ -46,7 +46,7 @@ def test_gradients_that_the_loop_empties_come_back_with_the_next_replay() -> Non
     both(script, replays=12, plan="{F} {B} {O}")
 
 
-@pytest.mark.notices("objects are never told apart")
+@pytest.mark.notices("objects of the optimizer are never told apart")
 def test_state_of_the_optimizer_that_is_replaced_by_an_equal_copy_is_used() -> None:
     def script(diary: Diary) -> None:
         model = Net()
