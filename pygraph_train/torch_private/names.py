@@ -217,9 +217,6 @@ NAMES = (
             _AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard _set_grad_enabled
         torch._ops: HigherOrderOperator OpOverload
         torch._subclasses.fake_tensor: FakeTensor
-        torch.ops: aten._scaled_dot_product_efficient_attention
-            aten._scaled_dot_product_flash_attention
-            aten._scaled_dot_product_flash_attention_for_cpu
         torch.utils._python_dispatch: TorchDispatchMode
         """,
     ),
