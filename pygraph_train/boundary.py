@@ -244,11 +244,6 @@ class Boundary:
         self._failures = 0
 
     @property
-    def failures(self) -> int:
-        """How many faults there were."""
-        return self._failures
-
-    @property
     def resting(self) -> bool:
         """Whether every further piece is made as the user wrote it."""
         return self._failures >= _MOST_FAILURES

@@ -260,14 +260,6 @@ class _FabricProgram(LossProgram):
             )
         return self.scaling.why_update_stays_outside(preparation)
 
-    def acts_before_update(self) -> str | None:
-        if not self._clipping.reads_on_host:
-            return None
-        return (
-            "clip_gradients reads the norm of the gradients on the host. Pass error_if_nonfinite=False, which does not "
-            "read it"
-        )
-
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor

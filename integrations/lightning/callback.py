@@ -570,13 +570,6 @@ class _LightningProgram:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
 
-    def acts_before_update(self) -> str | None:
-        for hook in INSIDE_UPDATE:
-            owner = overridden(self._trainer, self.model, hook)
-            if owner is not None:
-                return f"{owner} runs in Python on every step"
-        return None
-
     def extra_state(self) -> Iterable[Tensor]:
         return self.scaling.tensors()
 

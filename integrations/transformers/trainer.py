@@ -303,13 +303,6 @@ class _TrainerProgram:
         self._preparation = preparation
         return self.scaling.why_update_stays_outside(preparation)
 
-    def acts_before_update(self) -> str | None:
-        for callback in self._trainer.callback_handler.callbacks:
-            method = type(callback).on_pre_optimizer_step
-            if method is not transformers.TrainerCallback.on_pre_optimizer_step:
-                return f"{type(callback).__name__}.on_pre_optimizer_step runs in Python on every step"
-        return None
-
     def extra_state(self) -> Iterable[Tensor]:
         return self.scaling.tensors()
 

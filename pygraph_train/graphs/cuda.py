@@ -15,7 +15,7 @@ import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
-from pygraph_train.graphs.garbage import Everything, Garbage
+from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
@@ -64,7 +64,6 @@ class CudaEngine:
     """
 
     name = "cuda"
-    shares_memory = True
     _pool: torch.cuda.MemPool | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -87,10 +86,6 @@ class CudaEngine:
         except IndirectionUnavailable:
             return False
         return True
-
-    def capturing(self) -> bool:
-        """See `graphs.engine.Engine.capturing`."""
-        return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def scratch_pool(self) -> Iterator[None]:
@@ -132,7 +127,7 @@ class CudaEngine:
     def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
-        self._tidy(Everything.RARELY)
+        self._tidy()
         if self._pool is None:
             raise RuntimeError("this engine was closed")
         with expandable_segments(), torch.cuda.stream(self._stream):
@@ -230,12 +225,8 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def tidy(self, *, in_a_row: bool = False) -> None:
-        """See `graphs.engine.Engine.tidy`."""
-        self._tidy(Everything.IN_A_ROW if in_a_row else Everything.ALWAYS)
-
-    def _tidy(self, everything: Everything) -> None:
-        _garbage.collect(everything)
+    def _tidy(self) -> None:
+        _garbage.collect()
         torch.cuda.synchronize(self.device)
         clear_cublas_workspaces()
         torch.cuda.empty_cache()

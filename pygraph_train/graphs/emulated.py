@@ -8,7 +8,6 @@ everything that is built on graphs; it is slower than plain PyTorch.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,7 +75,6 @@ class EmulatedEngine:
 
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
-    shares_memory: bool = False
     rewrites_numbers: bool = True
     overwrites: bool = False
     """True in tests only: each replay overwrites what it may of its pool, see `EmulatedPool`."""
@@ -84,11 +82,7 @@ class EmulatedEngine:
     def __init__(self) -> None:
         self._closed = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
-        self._memory, self._other_memory = EmulatedPool(), EmulatedPool()
-
-    def capturing(self) -> bool:
-        """See `Engine.capturing`."""
-        return is_capturing()
+        self._memory = EmulatedPool()
 
     @contextmanager
     def scratch_pool(self) -> Iterator[None]:
@@ -173,10 +167,6 @@ class EmulatedEngine:
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
-
-    def tidy(self, *, in_a_row: bool = False) -> None:
-        """See `Engine.tidy`. The CPU allocator keeps nothing back."""
-        gc.collect()
 
     def memory(self) -> MemoryUse:
         """The CPU has as much as anybody wants."""

@@ -165,15 +165,10 @@ class Engine(Protocol):
 
     name: str
     device: torch.device
-    shares_memory: bool
-    """Whether a graph may overwrite what another one left in the pool."""
 
     @property
     def rewrites_numbers(self) -> bool:
         """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
-
-    def capturing(self) -> bool:
-        """Whether the calling thread's current work is being captured, by whomever."""
 
     def scratch_pool(self) -> AbstractContextManager[None]:
         """Context in which captures allocate from a pool that is gone once their graphs are closed."""
@@ -221,15 +216,6 @@ class Engine(Protocol):
 
     def trim(self) -> None:
         """Hand memory back that warm-up and captures no longer need."""
-
-    def tidy(self, *, in_a_row: bool = False) -> None:
-        """Hand back what is cached or waits for the garbage collector.
-
-        A capture does so itself first, and looks for old garbage now and then only.
-
-        Args:
-            in_a_row: for one of several captures: old garbage is not looked for again that was a moment ago.
-        """
 
     def memory(self) -> MemoryUse:
         """How much memory is in use."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import math
 import time
 from collections.abc import Callable
 
-__all__ = ["Everything", "Garbage"]
+__all__ = ["Garbage"]
 
 
-class Everything(enum.Enum):
-    """When a collection looks at everything: where the last one that did is so many times longer ago than it took."""
-
-    ALWAYS = 0
-    IN_A_ROW = 5
-    """For captures of parts of one step, of which each one frees memory first: some seconds."""
-    RARELY = 50
-    """One in 50 seconds at most is spent."""
-
+_RARELY = 50
+"""A collection looks at everything where the last one that did is so many times longer ago than it took."""
 
 _YOUNG = 1
 """The generation up to which objects are looked at otherwise."""
@@ -45,10 +37,10 @@ class Garbage:
         self._ended = -math.inf  # the last collection of everything
         self._took = 0.0
 
-    def collect(self, everything: Everything = Everything.RARELY) -> None:
+    def collect(self) -> None:
         """Collect before a capture."""
         started = self._clock()
-        if started < self._ended + everything.value * self._took:
+        if started < self._ended + _RARELY * self._took:
             self._collect(_YOUNG)
             return
         self._collect(2)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
-from pygraph_train.gradients.places import Source
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -48,8 +47,6 @@ class OptimizerGraph:
         runs: steps made so far.
         replayed: whether the last one ran from a graph.
         suspended: whether something else looks after this optimizer, or several others do.
-        given_up: why the optimizer makes its steps as it is until `wake`: gradients move too often, and there is no
-            room for copies of them. None while it does not.
     """
 
     def __init__(
@@ -63,10 +60,8 @@ class OptimizerGraph:
         self.optimizer = optimizer
         self.runs = 0
         self.replayed = False
-        self.given_up: Problem | None = None
         self._others: list[object] = []  # that look after the optimizer
-        self._source: Source = "regions"
-        self._asleep = self._given_back = False
+        self._asleep = False
         self._engine = engine
         self._config = config
         self._report = report
@@ -106,7 +101,7 @@ class OptimizerGraph:
 
     def serves(self) -> bool:
         """Whether `run` may replay the next step. It is found out before the first one."""
-        return not (self._off or self.suspended or self._given_back or self._refused())
+        return not (self._off or self.suspended or self._asleep or self._refused())
 
     @property
     def suspended(self) -> bool:
@@ -124,29 +119,6 @@ class OptimizerGraph:
     def resume(self, other: object) -> None:
         """One of the others looks after the optimizer no longer."""
         self._others = [one for one in self._others if one is not other]
-
-    def rest(self, *, give_back: bool) -> None:
-        """Make steps without the graph, until `wake`.
-
-        Args:
-            give_back: give the optimizer back as it was. Otherwise it keeps its graph, and the kernels of that.
-        """
-        self._asleep, self._given_back = True, give_back
-        if give_back:
-            self._give_back()
-
-    def wake(self, source: Source, *, only: bool) -> None:
-        """Make steps from a graph again.
-
-        Args:
-            source: who leaves the gradients from now on.
-            only: let go of graphs for gradients that others have left.
-        """
-        self._asleep = self._given_back = False
-        self.given_up, self._restless = None, 0
-        self._source = source
-        if only and self._phase is not None:
-            self._phase.close(but=source)
 
     def lives_with_its_optimizer(self) -> bool:
         """Let the optimizer hold this object until `close`, if it can: both go when nobody needs the optimizer."""
@@ -186,7 +158,7 @@ class OptimizerGraph:
                 GradientAddresses(weighs=True),  # nothing compares plans here
             )
         constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, source=self._source, step=self.runs)
+        self._phase.run(body, constants, source="regions", step=self.runs)
         self.replayed = self._phase.replayed
         if self.replayed:
             self._replays += 1
@@ -198,8 +170,8 @@ class OptimizerGraph:
             self._replays = 0
             if self._restless == _RESTLESS:
                 self._note(restless)
-                self.given_up = restless
-                self.rest(give_back=True)
+                self._asleep = True
+                self._give_back()
 
     def _refused(self) -> bool:
         if self._preparation is None:

@@ -353,9 +353,9 @@ class OptimizerPhase:
     def _forget(self, key: _Key) -> None:
         self._captures.pop(key).graph.close()
 
-    def close(self, but: Source | None = None) -> None:
-        """Release the graphs, but for those for gradients that this source has left."""
-        for key in [key for key in self._captures if key[0] != but]:
+    def close(self) -> None:
+        """Release the graphs."""
+        for key in list(self._captures):
             self._forget(key)
 
 

@@ -75,8 +75,5 @@ class UpdateProgram(Protocol):
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why `update` cannot be captured."""
 
-    def acts_before_update(self) -> str | None:
-        """What runs in Python between backward and the optimizer on every step, None when nothing does."""
-
     def extra_state(self) -> Iterable[Tensor]:
         """Device tensors that `update` writes besides parameters, buffers and optimizer state."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import (
     put_scaler_notes_back,
-    scaler_methods,
     scaler_notes,
     scaler_tensors,
     scaler_unscaled,
@@ -65,11 +64,6 @@ class Scaling:
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-
-    @property
-    def methods(self) -> tuple[Any, ...]:
-        """Those of the scaler that a step calls. Hot path."""
-        return () if self._scaler is None else scaler_methods(self._scaler)
 
     @property
     def unscaled(self) -> bool:

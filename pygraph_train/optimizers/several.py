@@ -57,7 +57,6 @@ class SeveralPreparations:
         emulated: see `OptimizerPreparation`.
     """
 
-    steady = True
     step_supports_scaler = False
 
     def __init__(self, optimizers: OptimizerSet, *, emulated: bool) -> None:

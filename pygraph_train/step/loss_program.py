@@ -327,9 +327,6 @@ class LossProgram:
         others = clipped.others()
         return ("clipped parameters", clipped.changes, others) if others or clipped.changes else ()
 
-    def acts_before_update(self) -> str | None:
-        return None
-
     def before_update(self) -> Callable[[], None]:
         """Run what acts between backward and the optimizer in Python. Returns what remains to be done of the phase."""
         return self._update_phase

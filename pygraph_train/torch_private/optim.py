@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from pygraph_train.torch_private.packages import layers_of
 
 __all__ = [
-    "SCALER_METHODS",
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
     "optimizer_private_attributes",
@@ -20,7 +18,6 @@ __all__ = [
     "optimizer_step_override",
     "put_scaler_notes_back",
     "restore_optimizer_private_attributes",
-    "scaler_methods",
     "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
@@ -105,13 +102,6 @@ def fused_adagrad_on_cuda() -> bool:
     # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
     optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
     return step_supports_amp_scaling(optimizer)
-
-
-SCALER_METHODS = ("scale", "unscale_", "step", "update", "_unscale_grads_", "_maybe_opt_step")
-"""What a loop calls of a scaler, and what these call for each optimizer (torch 2.11, 2.13)."""
-
-scaler_methods: Callable[[torch.amp.GradScaler], tuple[Any, ...]] = operator.attrgetter(*SCALER_METHODS)
-"""The methods with these names, as they are now. Hot path."""
 
 
 def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
