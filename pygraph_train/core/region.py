@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import operator
 import time
 import weakref
@@ -476,15 +477,17 @@ class PhaseRegion:
         # before there is a graph, whose memory would come on top
         known = {asked: self._plain_fingerprint(given, asked) for asked in compared if verifies}
         with torch.inference_mode(False), self._undone(given):
+            gc.collect(1)  # what the run without a graph has left
             before = owner.engine.memory()
             slot = RecordedRegion(self, given)
             after = owner.engine.memory()
-        slot.nbytes = after.reserved - after.idle - (before.reserved - before.idle)
+        slot.nbytes = max(0, after.reserved - after.idle - (before.reserved - before.idle))
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
         if verifies:
             self._compare(slot, given, known)
+            slot.audits.took(time.perf_counter() - started, first=True)  # what a later one may take
         owner.recorded += 1
         owner.seconds += seconds
         return slot
@@ -508,15 +511,15 @@ class PhaseRegion:
             audits.left -= 1
         elif audits.due(time.perf_counter()):
             started = time.perf_counter()
-            if self.owner.config.verify == "always" or self._fits(slot):
+            if self.owner.config.verify == "always" or self._fits(slot.nbytes):
                 self._compare(slot, given, {})
             audits.took(time.perf_counter() - started, first=False)
         return slot
 
-    def _fits(self, slot: RecordedRegion) -> bool:
-        """Whether there is room for what a forward and a backward need without a graph, beside the graphs."""
+    def _fits(self, nbytes: int) -> bool:
+        """Whether there is room beside the graphs, for what a forward and a backward need without one."""
         memory = self.owner.engine.memory()
-        return memory.reserved + slot.nbytes <= max(1.05 * memory.peak, memory.peak + _FEW_BYTES)
+        return memory.reserved + nbytes <= max(1.05 * memory.peak, memory.peak + _FEW_BYTES)
 
     def _compare(
         self,
@@ -549,8 +552,9 @@ class PhaseRegion:
 
     def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
-        # where graphs hold memory, what is saved for the backward goes to the host
-        aside = save_on_cpu() if self.device == "cuda" and any(self.slots.values()) else nullcontext()
+        # where graphs hold memory that a step without a graph would need, what it saves goes to the host
+        others = [slot.nbytes for slots in self.slots.values() for slot in slots]
+        aside = nullcontext() if not others or self._fits(max(others)) else save_on_cpu()
         with self._undone(given):
             with aside:
                 made = run_plainly(self, given, asked)
