@@ -152,9 +152,11 @@ class _Graph:
         region = self._regions.get(None if self._first is None else id(given[self._first]))
         if region is None:
             region = surely(lambda: self._region_for(given), SETTING_UP)
-        if what_watches() is not None or self._thread != threading.get_ident():
-            return region.run_plainly(*given)
-        return self._boundary.make(region, region.run_plainly, *given)
+        return self._boundary.make(self._run, PhaseRegion.run_plainly, region, *given)
+
+    def _run(self, region: PhaseRegion, *given: Any) -> Any:
+        watched = what_watches() is not None or self._thread != threading.get_ident()
+        return region.run_plainly(*given) if watched else region(*given)
 
     def _region_for(self, given: Sequence[Any]) -> PhaseRegion:
         region = self._template.another()
