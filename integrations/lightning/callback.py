@@ -149,7 +149,7 @@ class PyGraphCallback(Callback):
         arranged(lambda: self._start(trainer, pl_module), self._could_not_start)
 
     def _could_not_start(self, problem: Problem) -> None:
-        self._detach()
+        quietly(self._detach)
         self._report.failed(problem)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,15 +211,15 @@ class PyGraphCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give everything back."""
-        self._detach()
+        quietly(self._detach)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give everything back."""
-        self._detach()
+        quietly(self._detach)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give everything back, and show what happened."""
-        self._detach()
+        quietly(self._detach)
         if stage == "fit" and trainer.is_global_zero and (self._report.steps or self._report.fallbacks):
             show(self._report)
 
