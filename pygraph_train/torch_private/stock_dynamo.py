@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, executes, quietly
+from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.torch_private.growing import Growing
 
 __all__ = [
@@ -138,18 +138,22 @@ _here = _Here()
 
 def _trace_begins(*_: Any) -> None:
     """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
-    _here.traces += 1
-    if not _here.called:
-        _here.others += 1
-    elif _here.settings is None:
+    surely(_prepare_trace, "a trace")
+
+
+def _prepare_trace() -> None:
+    if _here.called and _here.settings is None:
         import torch._dynamo.config as config
 
         settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | _told_once()}
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
-        _here.settings = changes = ExitStack()
+        changes = ExitStack()
         changes.enter_context(config.patch(known))
+        _here.settings = changes
         quietly(lambda: changes.enter_context(without_advice()))
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
+    _here.traces += 1
+    _here.others += not _here.called
 
 
 def _told_once() -> set[Any]:
