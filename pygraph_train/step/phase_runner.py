@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,10 +55,11 @@ class PhaseRunner:
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
         alone = not training.program.replication.shared
+        known: Any = weakref.ref(training)  # what Dynamo keeps of a function must not keep the model
         self._regions = PhaseRegions(
             engine,
             config,
-            lambda: tensors_of(training.program.model),
+            lambda: tensors_of(known().program.model),
             self._told.append,
             self._boundary,
             delivers=alone,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 from pygraph_train import GraphedStep
 from tests.faults import nothing_is_captured, replays_are_wrong
 
-from .compare import ENGINE, Run, same_as_plain
+from .compare import ENGINE, PlainStep, Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 EARLY_AND_LATE = (0, 1, 4, 6, 14, 15, 25)
@@ -237,6 +241,7 @@ NOTICES = {
     "a_parameter_is_replaced": ("parameters and buffers are never looked for elsewhere",),
     "the_data_of_a_parameter_is_set": ("`.data = ...` is not noticed",),
     "a_gradient_hook_is_added": ("hooks on gradients are not noticed",),
+    "the_state_of_the_optimizer_is_cleared": ("objects of the optimizer are never told apart",),
     "numbers_of_the_optimizer_are_changed": ("replays keep the hyperparameters of their capture",),
 }
 """Which faults of the library (`make planted`) are noticed by which change."""
@@ -369,3 +374,68 @@ def test_a_step_that_is_closed_leaves_everything_to_the_loop(run: Run) -> None:
         loss_of(model)(batch).backward()
         optimizer.step()
     run.note("attributes", [sorted(vars(o)) for o in (*model.modules(), optimizer)])
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.quick
+def test_a_training_that_is_over_is_freed(closed: bool) -> None:
+    """A sweep of trainings does not grow."""
+    over = []
+    for _ in range(2):
+        model = Net()
+        step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2)
+        for batch in batches():
+            step(batch)
+        assert step.report().to_dict()["steps_from_graphs"] >= 15
+        over += [weakref.ref(model), weakref.ref(model.first.weight)]
+        if closed:
+            step.close()
+        del model, step
+    gc.collect()
+    assert [reference() for reference in over] == [None] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.quick
+def test_a_copy_of_a_step_is_refused_in_a_sentence(copied: Any) -> None:
+    model = Net()
+    with GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE) as step:
+        step(batches(1)[0])
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(step)
+
+
+@same_as_plain(refused="another thread is in its own step now and then")
+def test_two_threads_train_two_models(run: Run) -> None:
+    losses: dict[int, list[Tensor]] = {0: [], 1: []}
+    models = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in losses]
+
+    def train(number: int) -> None:
+        model = models[number]
+        optimizer = adamw(model)
+        if run.ours:
+            step: Any = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=run.config)
+            run.reports(step.report)
+        else:
+            step = PlainStep(loss_of(model), model, optimizer)
+        losses[number] += [step(batch).detach().clone() for batch in batches(30, seed=number)]
+        step.close()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.note("losses", losses)
+    run.note("models", models)
+
+
+@pytest.mark.xfail(strict=True, reason="plain training goes on with the casts of its first step")
+@same_as_plain(replays=12)
+def test_autocast_around_the_whole_loop(run: Run) -> None:
+    """Its cache of casts is emptied where the outermost block ends; a traced step casts the weights of now."""
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for batch in batches():
+            step(batch)
