@@ -231,3 +231,27 @@ def test_the_gradient_of_a_hidden_state(run: Run) -> None:
         accelerate.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.notices("absent gradients are zero")
+@same_as_plain(replays=8)
+def test_heads_that_take_turns(run: Run) -> None:
+    """In each step one head has gradients and the other one has none, which an update tells from zeros."""
+
+    class Heads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            hidden = torch.tanh(self.first(x))
+            return self.second(hidden), self.other(hidden)
+
+    accelerate, model = accelerator(run), Heads()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for number, (x, y) in enumerate(run.each(batches(36))):
+        accelerate.backward(cross_entropy(model(x)[number % 2], y))
+        run.note("which", [p.grad is None for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()

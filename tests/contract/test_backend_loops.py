@@ -40,6 +40,7 @@ def test_inference_between_training_steps(run: Run) -> None:
             model.train()
 
 
+@pytest.mark.notices("pending forwards share a recording")
 @same_as_plain(replays=12, updates=0)
 def test_two_models_and_two_forwards_before_a_backward(run: Run) -> None:
     one, two = Net(), Net()

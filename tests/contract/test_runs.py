@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
+
+from pygraph_train import PyGraph, PyGraphCallback, PyGraphTrainerCallback
 
 from .compare import Run, same_as_plain
 from .frameworks import fit, loader, memory_logger
@@ -27,7 +30,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from .lightning_module import Module  # noqa: E402
 
 
-@pytest.mark.notices("objects of the optimizer are never told apart")
 @same_as_plain(replays=15)
 def test_a_checkpoint_of_model_and_optimizer_is_loaded_in_mid_run(run: Run) -> None:
     model = Net()
@@ -177,3 +179,11 @@ def test_layers_thaw_at_an_epoch(run: Run) -> None:
             self.net.first.requires_grad_(self.current_epoch > 0)
 
     fit(run, Thawing(), loader(batches(16)), max_epochs=2)
+
+
+@pytest.mark.parametrize("ours", [PyGraphCallback, PyGraphTrainerCallback, PyGraph])
+@pytest.mark.quick
+def test_what_a_trainer_is_given_can_be_copied_and_sent(ours: Any) -> None:
+    """As a strategy does that spawns its processes, and a search over hyperparameters."""
+    for made in (copy.deepcopy(ours()), pickle.loads(pickle.dumps(ours()))):
+        assert type(made) is ours

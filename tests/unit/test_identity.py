@@ -31,7 +31,6 @@ def test_a_python_with_other_tuples_asks_one_by_one(monkeypatch: pytest.MonkeyPa
     assert not identity._tuples_are_as_expected()
 
 
-@pytest.mark.notices("objects of the optimizer are never told apart")
 def test_gradients_that_the_loop_empties_come_back_with_the_next_replay() -> None:
     def script(diary: Diary) -> None:
         model = Net()
