@@ -51,18 +51,26 @@ def loader(batches: list[Any]) -> DataLoader:
 
 
 def fit(
-    run: Run, module: Any, train: Any, *, validation: Any = None, ckpt_path: Any = None, **options: Any
+    run: Run,
+    module: Any,
+    train: Any,
+    *,
+    validation: Any = None,
+    ckpt_path: Any = None,
+    package: Any = None,
+    **options: Any,
 ) -> Any:
     """`Trainer(**options).fit(module)`, with the callback in the run with the library. Returns the Trainer.
 
     After every batch all metrics, the module and the optimizers are compared, and at the end which attributes
-    objects of the user and of Lightning have: nothing of the library is left on them.
+    objects of the user and of Lightning have: nothing of the library is left on them. With `package`, which is
+    Lightning under its other name, that is all: the module compares what it wants.
     """
     import lightning.pytorch as pl
 
     from pygraph_train import PyGraphCallback
 
-    callbacks = [*options.pop("callbacks", []), _diary(run)]
+    callbacks = [*options.pop("callbacks", []), *([] if package else [_diary(run)])]
     if run.ours:
         ours = PyGraphCallback(run.config)
         run.reports(ours.report)
@@ -71,7 +79,9 @@ def fit(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     machine = {"accelerator": ACCELERATOR, "devices": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
-    made = pl.Trainer(**{**quiet, **machine, "log_every_n_steps": 5, **options}, callbacks=callbacks)
+    made = (package or pl).Trainer(
+        **{**quiet, **machine, "log_every_n_steps": 5, **options}, callbacks=callbacks
+    )
     unsafe = {"weights_only": False} if ckpt_path else {}
     made.fit(module, train, validation, ckpt_path=ckpt_path, **unsafe)
     loop = made.fit_loop

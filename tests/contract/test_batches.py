@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,3 +216,69 @@ def test_other_dtypes_and_strides_of_the_same_shape(run: Run) -> None:
     for number, (x, y) in enumerate(batches(40)):
         kinds = [x, x, x.double(), x.t().contiguous().t()]
         step(kinds[number % 4], y)
+
+
+# -- what else a step is given ---------------------------------------------------------------------------------------
+
+
+@same_as_plain(replays=12)
+def test_the_model_is_an_argument(run: Run) -> None:
+    model = Net()
+    step = run.step(lambda model, batch: loss_of(model)(batch), model=model, optimizer=adamw(model))
+    for batch in batches():
+        step(model, batch)
+
+
+@same_as_plain(replays=8)
+def test_a_batch_that_requires_a_gradient_gets_it(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for x, y in batches(30):
+        x = x.clone().requires_grad_()
+        step((x, y))
+        run.note("gradient", x.grad)
+
+
+@same_as_plain(replays=8)
+def test_an_input_is_trained_and_the_model_is_not(run: Run) -> None:
+    model, image = Net().eval().requires_grad_(False), torch.randn(8, 6).requires_grad_()
+    optimizer = torch.optim.Adam([image], lr=0.1, fused=True)
+    step = run.step(loss_of(model), model=model, optimizer=optimizer)
+    for _, y in batches(30):
+        step((image, y))
+        run.note("image", image)
+
+
+class Image(Tensor):
+    """As torchvision has them."""
+
+
+@same_as_plain(refused="its class may override operations")
+def test_a_batch_of_another_class_of_tensors(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for x, y in batches():
+        step((x.as_subclass(Image), y))
+
+
+@same_as_plain(replays=8)
+def test_attributes_and_keys_come_and_go(run: Run) -> None:
+    model, settings, weights = Net(), SimpleNamespace(), {}
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y)
+        if hasattr(settings, "scale"):
+            loss = loss * settings.scale
+        if "decay" in weights:
+            loss = loss + weights["decay"] * model.first.weight.square().sum()
+        return loss * weights.get("factor", 1.0)
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(48)):
+        if number == 14:
+            settings.scale = 0.5
+        if number in (24, 34):
+            weights["decay" if number == 24 else "factor"] = 0.1
+        if number == 40:
+            del settings.scale
+        step(*batch)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import jacrev, jvp, vmap
 from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from .compare import Run, same_as_plain
@@ -74,7 +76,6 @@ def test_reentrant_checkpointing(run: Run) -> None:
     trains(run, nn.Sequential(nn.Linear(6, 8), Checkpointed(inner, True), nn.Linear(8, 3)))
 
 
-@pytest.mark.notices("pending forwards share a recording")
 @same_as_plain(replays=12)
 def test_two_forwards_before_a_backward(run: Run) -> None:
     """Contrastive: the same model over two views of a batch, with other dropout masks and BatchNorm twice."""
@@ -137,6 +138,94 @@ def test_recurrent_layers(run: Run, kind: Any) -> None:
             return self.head(self.layer(x.view(-1, 3, 2))[0][:, -1])
 
     trains(run, Recurrent())
+
+
+@same_as_plain(refused="a packed sequence has lengths that are read on the host")
+def test_packed_sequences(run: Run) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(2, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            return self.head(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].sum(1))
+
+    model = Recurrent()
+    trains(run, model, lambda x, y: cross_entropy(model(x.view(8, 3, 2), y + 1), y))
+
+
+@same_as_plain(refused="sizes depend on values")
+def test_experts_get_the_rows_that_are_routed_to_them(run: Run) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, chosen = self.gate(x).softmax(-1).max(-1)
+            out = x.new_zeros(len(x), 3)
+            for number, expert in enumerate(self.experts):
+                (rows,) = torch.where(chosen == number)
+                out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+            return out
+
+    trains(run, Experts())
+
+
+@same_as_plain(refused="the lengths are read on the host")
+def test_a_ctc_loss(run: Run) -> None:
+    model = nn.Linear(6, 5)
+    draw = torch.Generator(DEVICE).manual_seed(1)
+
+    def step_fn(x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        steps = torch.full_like(lengths, len(x))
+        return nn.functional.ctc_loss(model(x).log_softmax(-1), targets, steps, lengths)
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for _ in range(24):
+        x, targets = torch.randn(12, 4, 6, generator=draw), torch.randint(1, 5, (4, 3), generator=draw)
+        step(x, targets, torch.randint(1, 4, (4,), generator=draw))
+
+
+@same_as_plain(replays=12, updates=0)
+def test_complex_numbers(run: Run) -> None:
+    """Conjugates are lazy: a bit says so."""
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat))
+            self.out = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = torch.fft.rfft(x).conj() @ self.weight
+            return self.out((found * found.conj()).real)
+
+    trains(run, Filter(), optimizer=lambda model: torch.optim.AdamW(model.parameters(), 1e-2))
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    return vmap(jacrev(model))(x)
+
+
+def directional(model: nn.Module, x: Tensor) -> Tensor:
+    return jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def curvature(model: nn.Module, x: Tensor) -> Tensor:
+    """As a network that solves a differential equation has it."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("penalty", [jacobian, directional, curvature])
+@pytest.mark.quick
+@same_as_plain(refused="the step differentiates inside")
+def test_derivatives_inside_of_the_step(run: Run, penalty: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    trains(run, model, lambda x, y: cross_entropy(model(x), y) + penalty(model, x).square().mean())
 
 
 @same_as_plain(refused="hooks of Python have to be called")

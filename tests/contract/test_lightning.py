@@ -9,7 +9,7 @@ import torch
 
 from .compare import Run, same_as_plain
 from .frameworks import fit, loader, memory_logger
-from .models import DEVICE, batches, cross_entropy
+from .models import DEVICE, Net, adamw, batches, cross_entropy
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -84,3 +84,29 @@ def test_gradients_that_a_hook_changes(run: Run) -> None:
             run.note("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm().item())
 
     fit(run, Scaling(), loader(batches(24)))
+
+
+@same_as_plain(replays=15)
+def test_the_package_of_another_name(run: Run) -> None:
+    """`import pytorch_lightning as pl`: a copy of Lightning, with classes of its own."""
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Watched(other.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run.note("metrics", self.trainer.callback_metrics)
+            run.watch(self, *self.trainer.optimizers)
+            run.snapshot()
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self)
+
+    fit(run, Watched(), loader(batches()), package=other)
