@@ -230,7 +230,7 @@ NAMES = (
         torch._dynamo.callback: callback_handler.register_start_callback
             callback_handler.start_callbacks
         torch._dynamo.compiled_autograd: compiled_autograd_enabled
-        torch._dynamo.config: compiled_autograd
+        torch._dynamo.config: compiled_autograd ignore_logging_functions
         torch._dynamo.eval_frame: skip_code
         torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
         torch._functorch.config: patch
@@ -279,6 +279,7 @@ NAMES = (
         torch._dynamo.guards: GuardBuilder.TYPE_MATCH
         torch._dynamo.variables: UserDefinedObjectVariable
         torch._dynamo.variables.builder: VariableBuilder._type_dispatch
+        torch._dynamo.variables.optimizer: OptimizerVariable
         """,
     ),
     Names(

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -151,9 +152,19 @@ def _prepare_trace() -> None:
         changes.enter_context(config.patch(known))
         _here.settings = changes
         quietly(lambda: changes.enter_context(without_advice()))
+        quietly(lambda: changes.enter_context(_not_capturable()))
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
     _here.traces += 1
     _here.others += not _here.called
+
+
+@contextmanager
+def _not_capturable() -> Iterator[None]:
+    """Around a trace: Dynamo does not write `capturable` into groups that a step changes. (2.11 to 2.15)"""
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
+    with mock.patch.object(OptimizerVariable, "_set_capturable"):
+        yield
 
 
 def _told_once() -> set[Any]:

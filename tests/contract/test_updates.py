@@ -245,3 +245,22 @@ def test_what_the_optimizer_does_changes_in_mid_run(run: Run) -> None:
         optimizer.param_groups[0]["nesterov"] = number >= 12
         optimizer.param_groups[0]["maximize"] = 20 <= number < 24
         step(batch)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.quick
+@same_as_plain(refused="Dynamo guards the numbers that the step writes")
+def test_a_step_that_sets_its_own_learning_rate(run: Run, fused: bool) -> None:
+    model, calls = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), [0]
+    optimizer = adamw(model, fused=fused)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, calls[0] / 20)
+        return cross_entropy(model(x), y)
+
+    step = run.step(step_fn, model=model, optimizer=optimizer)
+    for batch in batches():
+        step(*batch)
+        run.note("groups", [{**group, "params": None} for group in optimizer.param_groups])
