@@ -122,6 +122,8 @@ class Turns:
 def row_of_process(module: str, row: Sequence[str], options: Sequence[str], timeout_s: int) -> dict[str, Any]:
     """What one process writes, which begins with cold caches; a crash or a time-out is in "error".
 
+    What a process has written before it was cut is kept.
+
     Args:
         module: is run with `--row`, the names of the row and the JSON file that it writes, and these options.
         timeout_s: 0 for none.
@@ -141,11 +143,14 @@ def row_of_process(module: str, row: Sequence[str], options: Sequence[str], time
                 env={**os.environ, **caches},
                 cwd=Path(__file__).parents[1],
             )
+            error = None
+            if done.returncode or not out.exists():
+                last = (done.stderr.strip().splitlines() or ["no output"])[-1][:2000]
+                error = last if done.returncode > 0 else f"ended with status {done.returncode}: {last}"
         except subprocess.TimeoutExpired:
-            return {"error": f"timed out after {timeout_s} s"}
-        if done.returncode or not out.exists():
-            return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:2000]}
-        return {"error": None, **json.loads(out.read_text())}
+            error = f"timed out after {timeout_s} s"
+        row = json.loads(out.read_text()) if out.exists() else {}
+        return {"error": None, **row, **({"error": error} if error else {})}
 
 
 def _begin(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:

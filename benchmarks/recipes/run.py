@@ -1,76 +1,70 @@
-"""What a recipe is given: how many steps, where, which way, at which size, and a clock."""
+"""What a recipe is given: how many steps, where, which way, at which size. It times the steps that it is told of."""
 
 from __future__ import annotations
 
-import json
+import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["WAYS", "Clock", "Run"]
+from benchmarks.record import write_json
 
-WAYS = ("plain", "compile", "ours")
+__all__ = ["Run", "images", "padded", "texts"]
+
 WINDOWS = 20
 """So often in a run the clock waits for the device."""
 
 T = TypeVar("T")
 
 
-@dataclass
-class Clock:
-    """Times a run from the moment before its first step to the end of its last one, in windows of equal length.
+class Run:
+    """One run, timed from the moment before its first step to the end of its last one, in windows.
 
-    Attributes:
-        steps: of the run.
-        cuda: whether there is a device to wait for.
-        progress: where each window is written to, so that a run that is cut has told how far it came.
+    Each window is written to `progress`, so that a run that is cut has told how far it came. `options` are those of
+    the library: its defaults, but for the emulation that a CPU needs.
     """
 
-    steps: int
-    cuda: bool
-    progress: Path | None = None
-    made: int = 0
-    windows_ms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    whole_s: float = 0.0
-    reserved_mib: int | None = None
-    _border: float | None = None
+    def __init__(self, steps: int, device: str, way: str, scale: str, progress: Path) -> None:
+        self.steps, self.device, self.cuda, self.full = steps, device, device == "cuda", scale == "full"
+        self.ours, self.compiled, self.progress = way == "ours", way == "compile", progress
+        self.options: dict[str, Any] = {} if self.cuda else {"engine": "emulated"}
+        self.made, self.whole_s = 0, 0.0
+        self.windows_ms: list[float] = []  # of a step
+        self.losses: list[float] = []
 
     def start(self) -> None:
-        """The loop begins; later calls do nothing."""
-        if self._border is None:
-            self._border = self._now()
+        """The loop begins."""
+        self.border = self._now()
 
-    def step(self, loss: Any = None) -> bool:
-        """A step has ended, with this loss where the loop has it at hand. Whether it was the last one."""
-        assert self._border is not None, "a recipe calls start() first"
+    def step(self, loss: Any = None) -> None:
+        """A step has ended, with this loss, or with what this function finds; None where it is not at hand."""
         self.made += 1
         window = max(1, self.steps // WINDOWS)
-        if self.made <= self.steps and (self.made % window == 0 or self.made == self.steps):
-            now, before = self._now(), window * len(self.windows_ms)
-            self.whole_s += now - self._border
-            self.windows_ms.append((now - self._border) / (self.made - before) * 1e3)
-            self.losses += [] if loss is None else [float(loss)]
-            self.reserved_mib = torch.cuda.max_memory_reserved() >> 20 if self.cuda else None
-            if self.progress is not None:
-                self.progress.write_text(json.dumps(self.told()))
-            self._border = self._now()
-        return self.made >= self.steps
+        if self.made % window == 0 or self.made == self.steps:
+            seconds = self._now() - self.border
+            self.whole_s += seconds
+            self.windows_ms.append(seconds / (self.made - window * len(self.windows_ms)) * 1e3)
+            found = loss() if callable(loss) else loss
+            self.losses += [] if found is None else [float(found)]
+            write_json(self.progress, self.told())
+            self.border = self._now()
 
     def told(self) -> dict[str, Any]:
         """What goes into the row."""
-        last = sorted(self.windows_ms[-max(1, len(self.windows_ms) // 4) :])
+        last = self.windows_ms[-max(1, len(self.windows_ms) // 4) :] or [math.nan]
         return {
-            "steps_made": min(self.made, self.steps),
+            "steps_made": self.made,
             "whole_s": self.whole_s,
-            "last_quarter_ms": last[len(last) // 2] if last else None,
+            "last_quarter_ms": statistics.median(last),
             "windows_ms": self.windows_ms,
-            "reserved_mib": self.reserved_mib,
+            "reserved_mib": torch.cuda.max_memory_reserved() >> 20 if self.cuda else None,
             "last_loss": self.losses[-1] if self.losses else None,
             "losses": self.losses,
         }
@@ -80,51 +74,36 @@ class Clock:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a recipe.
-
-    Attributes:
-        steps: batches, or optimizer steps where the framework counts these.
-        device: "cuda" or "cpu".
-        way: one of `WAYS`.
-        scale: "full" or "tiny".
-        clock: is told of each step.
-    """
-
-    steps: int
-    device: str
-    way: str
-    scale: str
-    clock: Clock
-
-    @property
-    def ours(self) -> bool:
-        """Whether the library is added."""
-        return self.way == "ours"
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the framework's own compile switch is on."""
-        return self.way == "compile"
-
-    @property
-    def cuda(self) -> bool:
-        """Whether it trains on a GPU."""
-        return self.device == "cuda"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the library: its defaults, but for the emulation that a CPU needs."""
-        return {} if self.cuda else {"engine": "emulated"}
-
     def sized(self, full: T, tiny: T) -> T:
         """What belongs to the scale of this run."""
-        return full if self.scale == "full" else tiny
+        return full if self.full else tiny
 
-    def loader(
-        self, data: Dataset[Any] | Sequence[Any], batch_size: int, collate: Callable[[Any], Any] | None = None
-    ) -> DataLoader[Any]:
+    def loader(self, data: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
         """Shuffled batches of what is in memory, from pinned memory where there is a GPU."""
-        return DataLoader(data, batch_size, shuffle=True, collate_fn=collate, pin_memory=self.cuda)  # type: ignore[arg-type]
+        return DataLoader(data, batch_size, shuffle=True, pin_memory=self.cuda, **options)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Epoch after epoch, from the start of the clock until the loop has told of all steps."""
+        self.start()
+        while True:
+            for batch in loader:
+                yield batch
+                if self.made >= self.steps:
+                    return
+
+
+def images(count: int, size: int, classes: int = 100) -> TensorDataset:
+    """Random images (3, size, size) with labels."""
+    return TensorDataset(torch.randn(count, 3, size, size), torch.randint(classes, (count,)))
+
+
+def texts(count: int, vocabulary: int, longest: int) -> list[Tensor]:
+    """Random tokens from 5 on, each text between a quarter of `longest` and `longest`."""
+    lengths = torch.randint(longest // 4, longest + 1, (count,)).tolist()
+    return [torch.randint(5, vocabulary, (length,)) for length in lengths]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """A batch as long as its longest text, with the mask of what is no padding."""
+    tokens = pad_sequence(rows, batch_first=True)
+    return {"input_ids": tokens, "attention_mask": (tokens != 0).long()}

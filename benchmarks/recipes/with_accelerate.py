@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import TensorDataset
 
 import pygraph_train
-from benchmarks.recipes.run import Run
+from benchmarks.recipes.run import Run, images
 from pygraph_train import PyGraph
 
 
@@ -24,32 +23,24 @@ def accelerator_of(run: Run, **options: Any) -> Any:
     return accelerate.Accelerator(dynamo_backend="inductor" if run.compiled else None, **options)
 
 
-def report_of(run: Run, accelerator: Any) -> Any:
-    """The library's report."""
-    return accelerator.pygraph.report() if run.ours else None
-
-
-def convolutions(before: int, after: int) -> nn.Sequential:
-    """Two of them, each with its norm."""
-    layers = [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
-    return nn.Sequential(*layers, nn.Conv2d(after, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU())
+def block(i: int, o: int) -> nn.Sequential:
+    """Two convolutions, each with its norm."""
+    layers = [nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(8, o), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Conv2d(o, o, 3, padding=1), nn.GroupNorm(8, o), nn.SiLU())
 
 
 class UNet(nn.Module):
     """Predicts the noise in images (batch, 3, size, size) at times (batch,)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, c: int) -> None:
         super().__init__()
-        c = width
         self.time = nn.Sequential(nn.Linear(1, 4 * c), nn.SiLU(), nn.Linear(4 * c, 4 * c))
-        self.first, self.last = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 3, 1)
-        self.down = nn.ModuleList([convolutions(c, c), convolutions(c, 2 * c), convolutions(2 * c, 4 * c)])
-        self.middle = convolutions(4 * c, 4 * c)
-        self.up = nn.ModuleList([convolutions(8 * c, 2 * c), convolutions(4 * c, c), convolutions(2 * c, c)])
+        self.down = nn.ModuleList([block(3, c), block(c, 2 * c), block(2 * c, 4 * c)])
+        self.middle, self.last = block(4 * c, 4 * c), nn.Conv2d(c, 3, 1)
+        self.up = nn.ModuleList([block(8 * c, 2 * c), block(4 * c, c), block(2 * c, c)])
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         h, kept = self.time(t[:, None])[:, :, None, None], []
-        x = self.first(x)
         for down in self.down:
             x = down(x)
             kept.append(x)
@@ -67,26 +58,49 @@ def diffusion(run: Run) -> Any:
     model = UNet(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
-    loader = run.loader(TensorDataset(torch.randn(count, 3, size, size)), batch)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    prepared = accelerator.prepare(model, optimizer, run.loader(images(count, size), batch), schedule)
+    model, optimizer, loader, schedule = prepared
     ema = AveragedModel(accelerator.unwrap_model(model), multi_avg_fn=get_ema_multi_avg_fn(0.999))
     alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, device=accelerator.device), 0)
-    run.clock.start()
-    while True:
-        for (images,) in loader:
-            with accelerator.accumulate(model):
-                noise = torch.randn_like(images)
-                times = torch.randint(0, 1000, (len(images),), device=images.device)
-                kept = alphas[times].view(-1, 1, 1, 1)
-                predicted = model(kept.sqrt() * images + (1 - kept).sqrt() * noise, times / 1000)
-                loss = F.mse_loss(predicted.float(), noise)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
+    for x, _ in run.batches(loader):
+        with accelerator.accumulate(model):
+            noise = torch.randn_like(x)
+            times = torch.randint(0, 1000, (len(x),), device=x.device)
+            kept = alphas[times].view(-1, 1, 1, 1)
+            predicted = model(kept.sqrt() * x + (1 - kept).sqrt() * noise, times / 1000)
+            loss = F.mse_loss(predicted.float(), noise)
+            accelerator.backward(loss)
             if accelerator.sync_gradients:
-                ema.update_parameters(accelerator.unwrap_model(model))
-            if run.clock.step(loss):
-                return report_of(run, accelerator)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            ema.update_parameters(accelerator.unwrap_model(model))
+        run.step(loss)
+    return getattr(accelerator, "pygraph", None)
+
+
+def convnext_mixup(run: Run) -> Any:
+    """ConvNeXt-T with mixup and cutmix, stochastic depth and clipping."""
+    import timm
+    from timm.data import Mixup
+
+    accelerator = accelerator_of(run)
+    name, size, count, batch = run.sized(("convnext_tiny", 96, 2000, 64), ("test_convnext", 32, 32, 4))
+    model = timm.create_model(name, num_classes=100, drop_path_rate=0.1)
+    mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=run.steps + 1)
+    prepared = accelerator.prepare(model, optimizer, run.loader(images(count, size), batch), schedule)
+    model, optimizer, loader, schedule = prepared
+    for x, y in run.batches(loader):
+        x, y = mixup(x, y)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        run.step(loss)
+    return getattr(accelerator, "pygraph", None)
