@@ -56,8 +56,8 @@ class Delivery:
         """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
         task = present_backward()
         if task != self._task:
-            self._task, self._waiting = task, []
             at_end_of_backward(self._end)
+            self._task, self._waiting = task, []  # only now: where it fails, all of this is done again
         else:
             self._flush()
 
