@@ -52,14 +52,14 @@ class PhaseRunner:
     def __init__(self, training: TrainingRun) -> None:
         engine, config, report = training.engine, training.config, training.report
         self._training = training
-        self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
+        known: Any = weakref.ref(self)  # Dynamo keeps regions, which must not keep the model
+        self._boundary = Boundary(lambda why: known()._training.note(why), lambda: known().stop(_TOO_OFTEN))
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
         alone = not training.program.replication.shared
-        known: Any = weakref.ref(training)  # what Dynamo keeps of a function must not keep the model
         self._regions = PhaseRegions(
             engine,
             config,
-            lambda: tensors_of(known().program.model),
+            lambda: tensors_of(known()._training.program.model),
             self._told.append,
             self._boundary,
             delivers=alone,
