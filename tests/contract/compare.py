@@ -34,7 +34,7 @@ from pygraph_train import GraphedStep, PyGraphConfig, backend
 
 from .models import DEVICE
 
-__all__ = ["ENGINE", "PlainStep", "Run", "compare", "same_as_plain"]
+__all__ = ["ALWAYS", "ENGINE", "PlainStep", "Run", "compare", "same_as_plain"]
 
 ENGINE = "emulated" if DEVICE == "cpu" else "cuda"
 

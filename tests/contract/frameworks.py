@@ -13,6 +13,7 @@ from .compare import Run
 from .models import DEVICE
 
 __all__ = [
+    "ACCELERATOR",
     "Listed",
     "accelerator",
     "bert",

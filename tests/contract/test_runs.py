@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from torch.optim import lr_scheduler
 
 from pygraph_train import PyGraph, PyGraphCallback, PyGraphTrainerCallback
 
-from .compare import Run, same_as_plain
-from .frameworks import fit, loader, memory_logger
+from .compare import ALWAYS, ENGINE, Run, same_as_plain
+from .frameworks import ACCELERATOR, fit, loader, memory_logger
 from .models import DEVICE, Net, adamw, batches, loss_of, sgd
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -187,3 +189,20 @@ def test_what_a_trainer_is_given_can_be_copied_and_sent(ours: Any) -> None:
     """As a strategy does that spawns its processes, and a search over hyperparameters."""
     for made in (copy.deepcopy(ours()), pickle.loads(pickle.dumps(ours()))):
         assert type(made) is ours
+
+
+def test_a_fit_that_is_over_is_freed() -> None:
+    options = {"engine": ENGINE, "warmup_steps": 2, **ALWAYS}
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    over = []
+    for _ in range(2):
+        module, callback = Module(), PyGraphCallback(**options)
+        trainer = pl.Trainer(accelerator=ACCELERATOR, devices=1, max_epochs=1, callbacks=[callback], **quiet)
+        trainer.fit(module, loader(batches()))
+        assert callback.report().to_dict()["steps_from_graphs"] >= 12
+        over += [weakref.ref(module), weakref.ref(module.net.first.weight)]
+        del module, callback, trainer
+    gc.collect()
+    assert [reference() for reference in over] == [None] * 4

@@ -29,6 +29,33 @@ def test_a_model_that_warns_once(run: Run) -> None:
         step(item["input_ids"][None].to(DEVICE))
 
 
+def language_model(kind: str) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, **heads, num_local_experts=4)
+        )
+    small = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**small, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "t5"])
+@pytest.mark.quick
+@same_as_plain(replays=6, last_bits=DEVICE == "cuda")
+def test_language_models(run: Run, kind: str) -> None:
+    """Positions, masks and routes are computed in each forward."""
+    torch.manual_seed(0)
+    model = language_model(kind).to(DEVICE)
+    step = run.step(
+        lambda words: model(input_ids=words, labels=words).loss, model=model, optimizer=adamw(model)
+    )
+    for item in sentences(24):
+        step(item["input_ids"][None].to(DEVICE))
+
+
 # on CUDA the traced model has other kernels of attention: it cannot ask whether a mask is empty
 @WAYS
 @pytest.mark.quick

@@ -1,0 +1,97 @@
+"""Mistakes that newcomers make, and the sentences that they read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback
+
+from .compare import ENGINE
+from .models import Net, adamw, batches, loss_of, sgd
+
+
+def test_a_backward_of_what_a_step_returned_is_told_with_its_line() -> None:
+    model = Net()
+    with GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE) as step:
+        with pytest.raises(
+            PyGraphError, match=rf"backward\(\) was called at .*{re.escape(Path(__file__).name)}"
+        ):
+            step(batches(1)[0]).backward()
+        model(batches(1)[0][0]).sum().backward()  # the user's own
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("engine", [ENGINE, "off"])
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("an update of the user's is told whatever runs")
+def test_a_second_update_is_told(make: Any, engine: str) -> None:
+    model = Net()
+    optimizer = make(model)
+    with GraphedStep(loss_of(model), model=model, optimizer=optimizer, engine=engine) as step:
+        for batch in batches(6):
+            step(batch)
+            optimizer.step()
+        (note,) = [n for n in step.report().to_dict()["notes"] if "update the parameters twice" in n]
+    assert "Remove optimizer.step() from the loop" in note
+
+
+@pytest.mark.passes_without_graphs("nothing is said whatever runs")
+def test_what_a_loop_may_do_between_steps_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with (
+        GraphedStep(loss_of(model), model=model, optimizer=optimizer, engine=ENGINE) as step,
+        GraphedStep(loss_of(model), model=model, optimizer=optimizer, engine=ENGINE) as other,
+        caplog.at_level(logging.WARNING, "pygraph_train"),
+    ):
+        for batch in batches(4):
+            step(batch)
+            schedule.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+            other(batch)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("why", ["no CUDA device", "PYGRAPH_DISABLE is set"])
+@pytest.mark.quick
+def test_why_there_are_no_graphs_is_said_once(
+    why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "no CUDA device":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    else:
+        monkeypatch.setenv("PYGRAPH_DISABLE", "1")
+    model = Net()
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        for _ in range(2):
+            GraphedStep(loss_of(model), model=model).close()
+    (record,) = caplog.records
+    assert why in record.getMessage() and "training runs without graphs" in record.getMessage()
+
+
+def test_the_callback_of_lightning_in_the_trainer_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("lightning.pytorch")
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(TypeError, match=r"callbacks=\[pygraph_train.PyGraphTrainerCallback\(\)\]"):
+        transformers.Trainer(model=nn.Linear(4, 3), args=arguments, callbacks=[PyGraphCallback()])
+
+
+def test_the_callback_of_transformers_in_the_trainer_of_lightning() -> None:
+    pytest.importorskip("transformers")
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[PyGraphTrainerCallback()], **quiet)
+    with pytest.raises(TypeError, match=r"callbacks=\[pygraph_train.PyGraphCallback\(\)\]"):
+        trainer.fit(BoringModel())
