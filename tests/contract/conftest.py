@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.report.announcements import tell_once
 
 from .models import DEVICE
 
@@ -29,6 +30,12 @@ def _tensors_are_made_on_the_device(request: pytest.FixtureRequest) -> Iterator[
 def _replays_overwrite_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs of a device do, which share the memory of a pool."""
     monkeypatch.setattr(EmulatedEngine, "overwrites", True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_told_yet() -> None:
+    """What is told once in a process is told in each test."""
+    tell_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)
