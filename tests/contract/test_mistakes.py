@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback
+from pygraph_train.report.announcements import tell_once
 
 from .compare import ENGINE
 from .models import Net, adamw, batches, loss_of, sgd
@@ -66,6 +67,7 @@ def test_what_a_loop_may_do_between_steps_is_no_news(caplog: pytest.LogCaptureFi
 def test_why_there_are_no_graphs_is_said_once(
     why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tell_once.cache_clear()  # other tests of this process may have told it
     if why == "no CUDA device":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     else:
