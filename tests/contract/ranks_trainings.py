@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +32,9 @@ def trained(
     """Compare the training of that name on this rank: see `compare`."""
     if "lightning" in training:  # importing it inside of a run would draw random numbers there
         importlib.import_module("tests.contract.lightning_module")
-    return compare(lambda run: globals()[training](run, rank, **(options or {})), **expected)
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"folder": Path(folder), **expected}
+        return compare(lambda run: globals()[training](run, rank, **(options or {})), **given)
 
 
 def replicated(run: Run, rank: int, **options: Any) -> tuple[Any, list[Any]]:
@@ -48,10 +53,13 @@ def replicas(
     bf16: bool = False,
     schedule: bool = False,
     loads: bool = False,
+    compress: bool = False,
     **ddp: Any,
 ) -> None:
     """BatchNorm's buffers are broadcast, and the model is evaluated in between."""
     model, data = replicated(run, rank, **ddp)
+    if compress:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     optimizer = adamw(model) if schedule else sgd(model)
 
     def step_fn(batch: Any) -> Tensor:
@@ -304,3 +312,9 @@ def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:
     made = graphed_step(run, accelerate, step) if whole else run.noted(step)
     for batch in loader(batches(32, seed=rank)):
         made(*batch)
+
+
+def a_trainer_of_transformers(run: Run, rank: int, *, way: str) -> None:
+    from .frameworks import sentences, trainer
+
+    trainer(run, way, data=sentences(160), ddp_find_unused_parameters=False)

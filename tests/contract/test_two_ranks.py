@@ -32,6 +32,7 @@ REPLICAS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "views of buckets": ({"gradient_as_bucket_view": True}, {"replays": 15}),
     "many buckets": ({"bucket_cap_mb": 0.0002}, {"replays": 15}),
     "in bf16": ({"bf16": True}, {"replays": 15}),
+    "compressed by a hook": ({"compress": True}, {"replays": 15}),
     "static": ({"static_graph": True}, {"replays": 12}),
 }
 
@@ -136,3 +137,11 @@ def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
 def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
     pytest.importorskip("accelerate")
     trained(ranks, "an_accelerator", options={"whole": False}, replays=12)
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback"])
+@pytest.mark.slow_after(1)
+def test_a_trainer_of_transformers(ranks: Ranks, way: str) -> None:
+    pytest.importorskip("transformers")
+    expected: dict[str, Any] = {"replays": 8} if way == "trainer" else {"refused": "DDP calls the model"}
+    trained(ranks, "a_trainer_of_transformers", options={"way": way}, **expected)
