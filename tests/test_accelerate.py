@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import os
 import pickle
 import random
 import subprocess
@@ -839,3 +840,15 @@ def test_gradients_that_were_unscaled_for_clipping_have_a_row() -> None:
         scaler.update()
     assert ["unscaled before its step" in f.reason for f in report.fallbacks] == [True], str(report)
     graph.close()
+
+
+@pytest.mark.parametrize("script", ["test_sync", "test_script"])
+def test_accelerates_own_tests(script: str) -> None:
+    """From the installed package, with our class in the stock class's place."""
+    program = Path(__file__).parent / "accelerate_suite.py"
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program), script], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "forwards came from graphs" in done.stdout
