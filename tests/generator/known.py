@@ -9,6 +9,10 @@ from __future__ import annotations
 __all__ = ["KNOWN"]
 
 KNOWN: dict[str, str] = {
+    "change forward_replaced": "torch.compile looks at no methods of classes (its backend eager neither)",
+    "change swapped_tensors": "graphs keep fake tensors of the trace, and these have weak references to parameters",
+    "step extra_nested": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
+    "step extra_views": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
     "backend: block lazy": "torch.compile draws random numbers while it traces lazy modules (aot_eager does so)",
     "backend: step numpy_scalar": "torch.compile makes float64 tensors of NumPy scalars (aot_eager does so)",
     "backend: step numpy_sqrt": "torch.compile makes float64 tensors of NumPy scalars (aot_eager does so)",
