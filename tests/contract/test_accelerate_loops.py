@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .compare import Run, compare, same_as_plain
@@ -255,3 +256,32 @@ def test_heads_that_take_turns(run: Run) -> None:
         run.note("which", [p.grad is None for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
+
+
+def gan(run: Run, prepare: Any) -> tuple[Any, ...]:
+    """Two networks and their optimizers, watched."""
+    maker, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    made = prepare(maker, judge, adamw(maker), adamw(judge))
+    run.watch(*made)
+    return made
+
+
+@same_as_plain(refused="a step of several backwards")
+def test_a_graphed_step_of_a_gan(run: Run) -> None:
+    accelerate = accelerator(run)
+    maker, judge, of_maker, of_judge = gan(run, accelerate.prepare)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        made = maker(x)
+        of_judge.zero_grad()
+        loss = softplus(judge(made.detach())).mean() + softplus(-judge(x)).mean()
+        accelerate.backward(loss)
+        of_judge.step()
+        of_maker.zero_grad()
+        accelerate.backward(softplus(-judge(made)).mean())
+        of_maker.step()
+        return loss
+
+    step = graphed_step(run, accelerate, step)
+    for batch in loader(batches()):
+        step(*batch)

@@ -78,3 +78,21 @@ def test_a_graphed_step(run: Run) -> None:
         run.note("loss", step(*batch))
         run.note("norm", step.norm)
     made.print("done")
+
+
+@same_as_plain(replays=12)
+def test_a_graphed_step_that_makes_its_backwards_and_updates(run: Run) -> None:
+    made = fabric(run)
+    model, optimizer, data = set_up(run, made)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        made.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    if run.ours:
+        step = made.pygraph.graphed_step(step, model=model, optimizer=optimizer, manual_optimization=True)
+    for batch in run.each(data):
+        run.note("loss", step(*batch))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -259,3 +261,22 @@ def test_mixed_precision_in_the_step(run: Run) -> None:
         return cross_entropy(out.float(), y)
 
     trains(run, model, step_fn)
+
+
+@pytest.mark.xfail(strict=True, reason="a replay has the kernel of its recording")
+@same_as_plain(replays=8)
+def test_another_kernel_of_attention_in_mid_run(run: Run) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.out = nn.Linear(6, 24), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.view(1, 1, 8, 8) for t in self.mix(x).split(8, dim=-1))
+            return self.out(scaled_dot_product_attention(q, k, v)[0, 0])
+
+    model = Attention()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(36)):
+        with sdpa_kernel(SDPBackend.MATH) if number >= 18 else nullcontext():
+            step(batch)
