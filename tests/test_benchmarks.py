@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from benchmarks import known_issues
+from benchmarks.children import row_of_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,6 +109,26 @@ def test_whole_run(tmp_path):
     found = record["summary"]["mlp"]
     assert found["over_the_best_of_the_others"] == ours["whole_s"] / eager["whole_s"]
     assert found["over_the_better_option"] is None, "neither option was measured"
+
+
+def test_recipes(tmp_path):
+    options = ("--recipes", "tabular,ppo", "--ways", "plain,ours", "--steps", "30", "--timeout", "100")
+    record = run("benchmarks.recipes", tmp_path / "recipes.json", *options, timeout=400)
+    assert record["timing_claim"] is False
+    rows = record["rows"]
+    assert [(row["recipe"], row["way"]) for row in rows] == list(
+        product(("tabular", "ppo"), ("plain", "ours"))
+    )
+    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["error"] is None and ours["error"] is None, (plain["error"], ours["error"])
+        assert plain["steps_made"] == ours["steps_made"] == 30 and len(plain["losses"]) == 30
+        assert ours["losses"] == plain["losses"]
+        assert ours["report"]["phases_from_graphs"]["B"] >= 20 and ours["said"].startswith("pygraph-train:")
+        assert plain["whole_s"] >= sum(plain["windows_ms"]) / 1e3 > 0
+    cut = row_of_process(
+        "benchmarks.recipes", ("ppo", "plain"), ["--scale=tiny", "--device=cpu"], timeout_s=1
+    )
+    assert cut == {"error": "timed out after 1 s"}
 
 
 @pytest.mark.slow

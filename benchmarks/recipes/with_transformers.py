@@ -44,7 +44,7 @@ def llama(run: Run, width: int, layers: int) -> hf.LlamaForCausalLM:
     width, layers = run.sized((width, layers), (128, 2))
     sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
-    return hf.LlamaForCausalLM(hf.LlamaConfig(run.sized(32000, 500), use_cache=False, **sizes))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=run.sized(32000, 500), use_cache=False, **sizes))
 
 
 def packed(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def bert(run: Run, width: int) -> hf.BertConfig:
     """Six layers of this width."""
     width, layers = run.sized((width, 6), (64, 2))
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 4 * width}
-    return hf.BertConfig(run.sized(30000, 500), num_attention_heads=width // 32, **sizes)
+    return hf.BertConfig(vocab_size=run.sized(30000, 500), num_attention_heads=width // 32, **sizes)
 
 
 def bert_padding(run: Run) -> Any:
