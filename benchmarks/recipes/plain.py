@@ -36,15 +36,13 @@ def ppo(run: Run) -> Any:
     nets = {}
     for name, out in (("actor", actions), ("critic", 1)):
         hidden = [nn.Linear(seen, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
-        nets[name] = nn.Sequential(*hidden, nn.Linear(width, out))
+        net = nn.Sequential(*hidden, nn.Linear(width, out))
+        nets[name] = torch.compile(net) if run.compiled else net
     agent = nn.ModuleDict(nets).to(run.device)
     agent.log_std = nn.Parameter(torch.zeros(1, actions, device=run.device))
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, eps=1e-5)
     shapes = {"obs": (seen,), "actions": (actions,), "logp": (), "advantage": (), "returns": (), "values": ()}
     rollout = {name: torch.randn(rows, *shape, device=run.device) for name, shape in shapes.items()}
-    if run.compiled:
-        agent.actor.compile()
-        agent.critic.compile()
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         mean = agent["actor"](batch["obs"])

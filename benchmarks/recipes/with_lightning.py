@@ -244,6 +244,6 @@ def dcgan(run: Run) -> Any:
     width, count, batch = run.sized((64, 4000, 64), (2, 64, 4))
     module = GAN(run.sized(100, 8), width)
     if run.compiled:
-        module.generator.compile()
-        module.discriminator.compile()
+        module.generator = torch.compile(module.generator)
+        module.discriminator = torch.compile(module.discriminator)
     return fit(run, module, run.loader(images(count, 64), batch), max_steps=2 * run.steps)
