@@ -134,7 +134,7 @@ def put_back(*actions: Callable[[], object]) -> None:
             raise _unfinished("putting a run back that was to change nothing", error) from error
 
 
-def surely(make: Callable[[], R], what: str) -> R:
+def surely(make: Callable[[], R], what: str, *_: object) -> R:
     """What `make` makes, which training cannot do without: it is made once more where the library fails.
 
     Args:

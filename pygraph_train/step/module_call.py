@@ -18,9 +18,9 @@ from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.torch_private.autograd import is_transformed
 from pygraph_train.torch_private.stock_dynamo import (
     CompiledModule,
+    call_impl,
     call_of,
     compiled_by_user,
-    plain_call,
     set_call_of,
     traces_of_others,
 )
@@ -91,10 +91,10 @@ class ModuleCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return plain_call(self._module, args, kwargs)
+            return call_impl(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
-            return plain_call(self._module, args, kwargs)
+            return call_impl(self._module, *args, **kwargs)
         return self._boundary.make(self._make, self._plainly, args, kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ class ModuleCall:
             return self._first(args, kwargs)
         if not self._may_replay():
             return done(self._plainly(args, kwargs))
-        return done(self._compiled(self._module, args, kwargs))
+        return done(self._compiled(self._module, *args, **kwargs))
 
     def _may_replay(self) -> bool:
         if not self._initialized:
@@ -126,7 +126,7 @@ class ModuleCall:
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1
         executes(FORWARD)
-        return plain_call(self._module, args, kwargs)
+        return call_impl(self._module, *args, **kwargs)
 
     @property
     def called(self) -> bool:

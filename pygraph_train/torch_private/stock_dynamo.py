@@ -23,10 +23,10 @@ __all__ = [
     "CompiledFunction",
     "CompiledModule",
     "break_graph",
+    "call_impl",
     "call_of",
     "compiled_by_user",
     "left_to_python",
-    "plain_call",
     "set_call_of",
     "traces",
     "traces_of_others",
@@ -137,12 +137,8 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _trace_begins(*_: Any) -> None:
-    """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
-    surely(_prepare_trace, "a trace")
-
-
 def _prepare_trace() -> None:
+    """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
     if _here.called and _here.settings is None:
         import torch._dynamo.config as config
 
@@ -156,6 +152,9 @@ def _prepare_trace() -> None:
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
     _here.traces += 1
     _here.others += not _here.called
+
+
+_trace_begins = functools.partial(surely, _prepare_trace, "a trace")
 
 
 @contextmanager
@@ -263,7 +262,7 @@ class CompiledFunction:
 class CompiledModule(CompiledFunction):
     """Hooks and forward of modules, with a code object of its own: Dynamo counts traces for each code object.
 
-    It is called with the module, its arguments and its keyword arguments. Inside of DistributedDataParallel its graph
+    It is called with the module and its arguments. Inside of DistributedDataParallel its graph
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
@@ -282,16 +281,15 @@ class CompiledModule(CompiledFunction):
             DistributedDataParallel._active_ddp_module = wrapper
 
     def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
-        super().__init__(plain_call, backend, **options)
+        super().__init__(call_impl, backend, **options)
 
     def _compile(self, fn: Callable[..., Any]) -> None:
         weakref.finalize(self, _forget, fn.__code__).atexit = False
         super()._compile(fn)
 
 
-def plain_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run hooks and forward of a module. (2.11 to 2.15)"""
-    return module._call_impl(*args, **kwargs)
+call_impl: Any = getattr(torch.nn.Module, "_call_impl", None)
+"""Runs hooks and forward of a module, which is the first argument. (2.11 to 2.15)"""
 
 
 def _forget(code: types.CodeType) -> None:
