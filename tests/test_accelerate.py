@@ -594,7 +594,7 @@ def test_attach_takes_over_what_is_prepared_and_detach_gives_it_back() -> None:
         if attached:
             replayed(plugin.report())
             plugin.detach()
-            assert type(accelerator) is cls and "_pygraph" not in vars(accelerator)
+            assert type(accelerator) is cls and "pygraph" not in vars(accelerator)
             assert call_of(model) is None
 
     entries = []

@@ -139,7 +139,7 @@ class PyGraph:
         self.release()
         accelerator, self._accelerator = self._accelerator, None
         if accelerator is not None:
-            accelerator.__dict__.pop("_pygraph", None)
+            accelerator.__dict__.pop("pygraph", None)
             if self._stock_class is not None:
                 accelerator.__class__ = self._stock_class
                 self._stock_class = None
@@ -172,7 +172,7 @@ class PyGraph:
         self._accelerator = accelerator
         if self in _unattached:
             _unattached.pop(self).detach()
-        accelerator.__dict__["_pygraph"] = self
+        accelerator.__dict__["pygraph"] = self
         self._the_loop()  # an engine that cannot work is refused here, not in the first step
 
     def _the_loop(self) -> Loop:
@@ -231,10 +231,8 @@ class PyGraph:
 class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
     """What an Accelerator with a `PyGraph` does differently. Without one it is the stock class."""
 
-    @property
-    def pygraph(self) -> PyGraph | None:
-        """The plugin: `accelerator.pygraph.report()`. None without one."""
-        return self.__dict__.get("_pygraph")
+    pygraph: PyGraph | None = None
+    """The plugin: `accelerator.pygraph.report()`. None without one."""
 
     @overload
     def graphed_step(self, fn: None = None) -> Callable[[Callable[..., Any]], GraphedStepFunction]: ...
