@@ -47,6 +47,7 @@ _SETTINGS: dict[str, Any] = {
     # requires_grad_(), `p.data = p.data[:n]`, and new methods and attributes of a class change no dict of a module
     "skip_tensor_guards_with_matching_dict_tags": False,
     "use_recursive_dict_tags_for_guards": False,
+    "invalidate_compile_context_weakrefs": True,  # as for backends of torch: swap_tensors refuses these (not in 2.11)
     "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
 }
 

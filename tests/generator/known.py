@@ -11,7 +11,6 @@ __all__ = ["KNOWN"]
 KNOWN: dict[str, str] = {
     "change forward_replaced": "torch.compile looks at no methods of classes (its backend eager neither)",
     "change node_hook": "a hook on the node that accumulates a gradient is not looked for in replays",
-    "change swapped_tensors": "graphs keep fake tensors of the trace, and these have weak references to parameters",
     "step extra_nested": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
     "step extra_views": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
     "backend: block lazy": "torch.compile draws random numbers while it traces lazy modules (aot_eager does so)",
