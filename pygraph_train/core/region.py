@@ -38,6 +38,7 @@ from pygraph_train.torch_private.phases import (
     present_backward,
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
+from pygraph_train.torch_private.switches import kernel_switches
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["PhaseRegion", "PhaseRegions"]
@@ -412,11 +413,10 @@ class PhaseRegion:
             self.slots.clear()  # those with pending backwards live on
             self._learn(given)
         # torch 2.11 does not guard which parameters need gradients
-        key: Any = tuple(map(_needs_gradient, map(given.__getitem__, self._positions)))
-        if not self.inference and not (any(key) or any(given[i].requires_grad for i in self._moving)):
+        wanted = tuple(map(_needs_gradient, map(given.__getitem__, self._positions)))
+        if not self.inference and not (any(wanted) or any(given[i].requires_grad for i in self._moving)):
             raise _NoPart
-        if self._keyed:
-            key = key, self._key(given)
+        key = wanted, kernel_switches(), self._key(given) if self._keyed else ()
         slots = self.slots.get(key)
         if slots is None:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):

@@ -13,6 +13,7 @@ __all__ = [
     "function_modes",
     "is_dispatch_watched",
     "is_function_watched",
+    "kernel_switches",
 ]
 
 _NAMES = (
@@ -22,7 +23,6 @@ _NAMES = (
     "cudnn_sdp_enabled",
     "overrideable_sdp_enabled",
     "math_sdp_allow_fp16_bf16_reduction",
-    "sdp_priority_order",
     "cudnn_enabled",
     "cudnn_benchmark",
     "cudnn_deterministic",
@@ -31,8 +31,17 @@ _NAMES = (
     "float32_matmul_precision",
     "mkldnn_enabled",
 )
-"""Besides what Dynamo's guards for global state cover: deterministic algorithms, the default dtype, TF32 and
-reduced precision of cuBLAS."""
+_ORDER: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", list)
+_READ = [read for name in _NAMES if (read := getattr(torch._C, f"_get_{name}", None)) is not None]
+
+
+def kernel_switches() -> tuple[Any, ...]:
+    """What decides, besides the shapes, which kernels run. (2.11 to 2.15) Hot path.
+
+    Dynamo's guards cover further switches: deterministic algorithms, the default dtype, TF32 and reduced precision of
+    cuBLAS.
+    """
+    return (*[read() for read in _READ], *_ORDER())
 
 
 is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")

@@ -263,7 +263,6 @@ def test_mixed_precision_in_the_step(run: Run) -> None:
     trains(run, model, step_fn)
 
 
-@pytest.mark.xfail(strict=True, reason="a replay has the kernel of its recording")
 @same_as_plain(replays=8)
 def test_another_kernel_of_attention_in_mid_run(run: Run) -> None:
     class Attention(nn.Module):
