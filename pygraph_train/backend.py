@@ -73,7 +73,9 @@ def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, *
 
 def report() -> BackendReport:
     """What became of the regions of this process: of those that exist, and of the last ones that did."""
-    return BackendReport([record for rows in _rows for record in rows.records()])
+    found: list[RegionRecord] = []
+    quietly(*(lambda rows=rows: found.extend(rows.records()) for rows in _rows))  # type: ignore[misc]
+    return BackendReport(found)
 
 
 def reset() -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pygraph_train.boundary import STEP, executes, quietly
+from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.not_copied import NotCopied
@@ -50,7 +50,8 @@ class GraphedStepFunction(NotCopied):
         quietly(functools.partial(self._report.step_began, elsewhere=self._loop.active))
         executes(STEP)
         with self._loop.one_step():
-            return detached_results(self._fn(*args, **kwargs))
+            made = self._fn(*args, **kwargs)
+            return surely(lambda: detached_results(made), STEP)
 
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""

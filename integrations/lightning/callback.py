@@ -466,12 +466,6 @@ class _LightningProgram:
                 yield
             return
 
-        # on the strategy, not on the module: attributes of the module are guarded
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self.boundary.make(
-                lambda: recorded(*args, **kwargs), lambda: self._plain_training_step(*args, **kwargs)
-            )
-
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._as_outside(), self._precision.train_step_context():
                 with self._recording() as recorder, self.replication.around():
@@ -483,7 +477,10 @@ class _LightningProgram:
                     self.model.log(record.name, record.value, *record.args, **record.kwargs)
             return output
 
-        with self._instead_of_training_step(training_step):
+        # on the strategy, not on the module: attributes of the module are guarded
+        with self._instead_of_training_step(
+            functools.partial(self.boundary.make, recorded, self._plain_training_step)
+        ):
             yield
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.fx import GraphModule, Node
 
-from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly
+from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
@@ -314,7 +314,9 @@ class PhaseRegion:
         self.replays += 1
         self.owner.replays += 1
         made = replay(slot, inputs, owner.delivery, self._delivered_now(inputs), leads=owner.leads)
-        return made if self._numbered is None else self._numbered.outputs(made, numbers)
+        if (numbered := self._numbered) is None:
+            return made
+        return surely(lambda: numbered.outputs(made, numbers), FORWARD)
 
     def run_plainly(self, *given: Any) -> Any:
         """Run the graph as it is. Hot path."""
@@ -348,7 +350,8 @@ class PhaseRegion:
         copies = {i: given[i].detach().clone() for i in watched if not isinstance(given[i], nn.Parameter)}
         executes(FORWARD)
         made = self.run(*given)
-        done(made if self._numbered is None else self._numbered.outputs(made, numbers))
+        numbered = self._numbered
+        done(made if numbered is None else surely(lambda: numbered.outputs(made, numbers), FORWARD))
         leads = any(isinstance(t, Tensor) and t.requires_grad for t in made)
         self.inference = self.owner.inference and not leads
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
