@@ -111,7 +111,7 @@ class ModuleCall:
             return self._first(args, kwargs)
         if not self._may_replay():
             return done(self._plainly(args, kwargs))
-        return done(self._compiled(self._module, *args, **kwargs))
+        return done(self._compiled(self._module, args, kwargs))
 
     def _may_replay(self) -> bool:
         if not self._initialized:

@@ -263,7 +263,7 @@ class CompiledFunction:
 class CompiledModule(CompiledFunction):
     """Hooks and forward of modules, with a code object of its own: Dynamo counts traces for each code object.
 
-    It is called with the module and its arguments. Inside of DistributedDataParallel its graph
+    It is called with the module, its arguments and its keyword arguments. Inside of DistributedDataParallel its graph
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
@@ -282,7 +282,7 @@ class CompiledModule(CompiledFunction):
             DistributedDataParallel._active_ddp_module = wrapper
 
     def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
-        super().__init__(call_impl, backend, **options)
+        super().__init__(_traced_call, backend, **options)
 
     def _compile(self, fn: Callable[..., Any]) -> None:
         weakref.finalize(self, _forget, fn.__code__).atexit = False
@@ -291,6 +291,11 @@ class CompiledModule(CompiledFunction):
 
 call_impl: Any = getattr(torch.nn.Module, "_call_impl", None)
 """Runs hooks and forward of a module, which is the first argument. (2.11 to 2.15)"""
+
+
+def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `call_impl`: Dynamo begins no trace in files of torch."""
+    return module._call_impl(*args, **kwargs)
 
 
 def _forget(code: types.CodeType) -> None:

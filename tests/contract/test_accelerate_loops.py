@@ -44,6 +44,23 @@ def test_a_stock_loop(run: Run) -> None:
         run.note("loss and rate", [loss, schedule.get_last_lr()])
 
 
+@pytest.mark.quick
+@same_as_plain(replays=12)
+def test_a_model_of_layers_of_torch(run: Run) -> None:
+    """No line of its forward is the user's."""
+    accelerate = accelerator(run)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = adamw(model)
+    model, optimizer = accelerate.prepare(model, optimizer)
+    run.watch(model, optimizer)
+    for x, y in run.each(batches(24)):
+        loss = cross_entropy(model(x), y)
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note("loss", loss)
+
+
 @same_as_plain(replays=8)
 def test_a_stock_loop_that_accumulates(run: Run) -> None:
     accelerate = accelerator(run, gradient_accumulation_steps=3)
