@@ -35,7 +35,7 @@ def same(rank: int, *, stock: bool = False, **options: Any) -> dict[str, Any]:
     return {
         "losses": all(map(torch.equal, plain_losses, losses)) and len(plain_losses) == len(losses),
         "state": all(map(torch.equal, plain, state)),
-        "replayed": report.optimizer_steps_replayed if stock else report.whole_steps["step"].steps_replayed,
+        "replayed": report.optimizer_steps_replayed if stock else report.steps_replayed,
         "report": text_of(report),
         "fallbacks": [f"{f.reason} {f.fix}" for f in report.fallbacks],
     }

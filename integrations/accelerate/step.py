@@ -35,10 +35,8 @@ class GraphedStepFunction(NotCopied):
         self._accelerator = accelerator
         self._loop = loop
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self._report = StepReport()
-        if loop.active:
-            loop.report.whole_step(self.name, self._report)
-        else:
+        self._report = loop.report if loop.active else StepReport()
+        if not loop.active:
             self._report.note("graphs are off: steps run as you wrote them")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,14 +45,15 @@ class GraphedStepFunction(NotCopied):
         Returns:
             What the function returns, detached: tensors of their own.
         """
-        quietly(functools.partial(self._report.step_began, elsewhere=self._loop.active))
+        if not self._loop.active:
+            quietly(self._report.step_began)
         executes(STEP)
         with self._loop.one_step():
             made = self._fn(*args, **kwargs)
             return surely(lambda: detached_results(made), STEP)
 
     def report(self) -> StepReport:
-        """What became of the steps so far. Prints as a table."""
+        """What became of the steps so far, and of the rest of the loop. Prints as a table."""
         return self._report
 
     def parts(self) -> tuple[Callable[..., Any], Any, Loop]:

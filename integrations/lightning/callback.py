@@ -416,6 +416,7 @@ class _AutomaticStep:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
         self._closure_is_known = True
         self._step = None
+        quietly(self._runner.count)
         self._program.book.ran()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = list(map(tensor_version, parameters))
