@@ -89,7 +89,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
-        self._release()  # of a training that ended with an exception
+        quietly(self._release)  # of a training that ended with an exception
         arranged(lambda: self._start(args, state, **kwargs), self._report.failed)
 
     def _start(self, args: Any, state: Any, **kwargs: Any) -> None:
@@ -128,8 +128,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give everything back, and show what happened."""
-        self._release()
-        show_report(self._report, args)
+        quietly(self._release, lambda: show_report(self._report, args))
 
     def _release(self) -> None:
         if self._loop is not None:

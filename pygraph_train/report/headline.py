@@ -91,7 +91,7 @@ class Headline:
         self._other = next((note for part in self._parts for note in part.notes), "")
         if self._other or not total.made:
             return _sentence(self._other)
-        return _NO_REASON if total.from_graphs else _WARM_UP
+        return _NO_REASON if any(map(total.phase, Phase)) else _WARM_UP
 
     def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:
         """The reason that costs most: about a phase without a graph, else the one that was met most often."""

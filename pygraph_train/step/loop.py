@@ -54,6 +54,9 @@ _HOPE = 60
 """Steps in which modules were called and no graph came, after which no further call is looked at."""
 
 
+_PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
+
+
 class Loop:
     """Everything that was taken over from one loop, and given back by `release`.
 
@@ -328,6 +331,8 @@ class Loop:
         report.step_ended(
             graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
         )
+        if self._steps == _PATIENCE and not self._optimizers:
+            self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
         if regions and self._chooser is not None:
             self._choose(self._chooser, graphed)
         self._silent = 0 if replays or not regions else self._silent + 1

@@ -61,6 +61,23 @@ def test_a_model_of_layers_of_torch(run: Run) -> None:
         run.note("loss", loss)
 
 
+@same_as_plain(replays=12, updates=0)
+def test_gradients_of_two_models_are_clipped_together(run: Run) -> None:
+    """Each optimizer holds the parameters of one."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate)
+    head, other = accelerate.prepare(head := nn.Linear(3, 3), adamw(head))
+    run.watch(head, other)
+    for x, y in run.each(data):
+        loss = cross_entropy(head(model(x)), y)
+        accelerate.backward(loss)
+        norm = accelerate.clip_grad_norm_([*model.parameters(), *head.parameters()], 0.1)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        run.note("loss and norm", [loss, norm])
+
+
 @same_as_plain(replays=8)
 def test_a_stock_loop_that_accumulates(run: Run) -> None:
     accelerate = accelerator(run, gradient_accumulation_steps=3)

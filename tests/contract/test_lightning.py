@@ -86,8 +86,9 @@ def test_gradients_that_a_hook_changes(run: Run) -> None:
     fit(run, Scaling(), loader(batches(24)))
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @same_as_plain(replays=15)
-def test_the_package_of_another_name(run: Run) -> None:
+def test_the_package_of_another_name(run: Run, *, by_hand: bool) -> None:
     """`import pytorch_lightning as pl`: a copy of Lightning, with classes of its own."""
     other = pytest.importorskip("pytorch_lightning")
 
@@ -95,10 +96,16 @@ def test_the_package_of_another_name(run: Run) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
+            self.automatic_optimization = not by_hand
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = cross_entropy(self.net(batch[0]), batch[1])
             self.log("loss", loss, on_epoch=True)
+            if by_hand:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

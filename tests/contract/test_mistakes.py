@@ -62,6 +62,28 @@ def test_what_a_loop_may_do_between_steps_is_no_news(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.passes_without_graphs("a sentence is asked for")
+def test_an_optimizer_that_was_not_prepared(*, whole: bool) -> None:
+    pytest.importorskip("accelerate")
+    from pygraph_train import Accelerator, PyGraph
+
+    accelerator = Accelerator(plugins=[PyGraph(engine=ENGINE, warmup_steps=2, forward="on")])
+    model = Net()
+    optimizer = adamw(model)
+    model = accelerator.prepare(model)
+
+    def step(batch: Any) -> None:
+        accelerator.backward(loss_of(model)(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    made = accelerator.graphed_step(step) if whole else step
+    for batch in batches(24):
+        made(batch)
+    assert "Pass the optimizer to accelerator.prepare" in accelerator.pygraph.report().headline()
+
+
 @pytest.mark.parametrize("why", ["no CUDA device", "PYGRAPH_DISABLE is set"])
 @pytest.mark.quick
 def test_why_there_are_no_graphs_is_said_once(

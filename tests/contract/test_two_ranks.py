@@ -33,6 +33,7 @@ REPLICAS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "many buckets": ({"bucket_cap_mb": 0.0002}, {"replays": 15}),
     "in bf16": ({"bf16": True}, {"replays": 15}),
     "compressed by a hook": ({"compress": True}, {"replays": 15}),
+    "a hook of the user's": ({"compress": "in Python"}, {"replays": 15}),
     "static": ({"static_graph": True}, {"replays": 12}),
 }
 
