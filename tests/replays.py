@@ -15,8 +15,8 @@ def text_of(report: StepReport) -> str:
 
 
 def runs_of_graphs(report: StepReport) -> int:
-    """Steps whose forward and backward came from graphs, and updates that did."""
-    return report.phases_from_graphs["B"] + sum(part.optimizer_steps_replayed for part in report.parts())
+    """Steps whose forward came from graphs, and updates that did."""
+    return report.phases_from_graphs["F"] + sum(part.optimizer_steps_replayed for part in report.parts())
 
 
 def regions_ran(least: int, refused: str | None = None) -> None:

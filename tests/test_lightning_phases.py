@@ -52,17 +52,17 @@ def test_the_optimizer_alone(optimizer, options):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("config", "plan"),
+    ("config", "expected"),
     [
-        ({"backward": "off"}, "{F} B {O}"),
-        ({"forward": "off"}, "F {B} {O}"),
-        ({"backward": "off", "optimizer": "off"}, "{F} B O"),
-        ({"forward": "off", "optimizer": "off"}, "F {B} O"),
+        ({"backward": "off"}, {"replays": 15}),
+        ({"forward": "off"}, {"replays": 15}),
+        ({"backward": "off", "optimizer": "off"}, {"replays": 15}),
+        ({"forward": "off", "optimizer": "off"}, {"never": "eager kernels have no graph of a backward alone"}),
     ],
     ids=str,
 )
-def test_forward_or_backward_alone(config, plan, options):
-    parity(lambda: Module(scheduler="step"), config=config, logger=MemoryLogger(), **options, replays=15)
+def test_forward_or_backward_alone(config, expected, options):
+    parity(lambda: Module(scheduler="step"), config=config, logger=MemoryLogger(), **options, **expected)
 
 
 def test_a_step_that_reads_on_the_host_keeps_its_optimizer_graph():
@@ -174,7 +174,8 @@ class Norms(Module):
 def test_gradient_norms_are_logged_in_a_split_plan(options):
     """Unclipped, as without graphs: clipping is part of the optimizer's graph."""
     report = parity(Norms, logger=MemoryLogger(), **options, replays=20, plan="{F} {B} {O}")[1].report
-    assert report.optimizer_steps_replayed >= 16, str(report)
+    # an update of a single micro-batch, at the end of an epoch, finds gradients elsewhere
+    assert report.optimizer_steps_replayed >= 15, str(report)
 
 
 def test_a_batch_without_a_loss_is_skipped_as_lightning_skips_it():
