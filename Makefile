@@ -29,7 +29,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-rest test-all planted test-oldest test-newest missing-names faults lint docs gpu-test hunt bench clean in-place
+.PHONY: help demo test test-rest test-packages test-all planted test-oldest test-newest missing-names faults lint docs gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -43,7 +43,11 @@ test: lint ## formatting, lint, types, the contract, and the tests of single par
 test-rest: $(READY) ## the other tests that are not slow (GPU tests skip themselves without a GPU)
 	$(PY) -m pytest -m "not slow" --ignore tests/contract --ignore tests/unit $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
-test-all: test test-rest ## every check: `make test`, `make test-rest`, then the slow tests
+test-packages: $(READY) ## trainings with PEFT, TRL, sentence-transformers, PyTorch Geometric and torchmetrics, which it installs
+	$(PY) $(PIP) -c constraints.txt -e ".[packages]"
+	$(PY) -m pytest tests/contract/test_packages.py $$($(PY) -c '$(PARALLEL)') $(ARGS)
+
+test-all: test test-rest test-packages ## every check: `make test`, `make test-rest`, `make test-packages`, then the slow tests
 	$(PY) -m pytest -m slow $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 planted: $(READY) ## plant faults in the library, and list the tests that pass although they promise to notice

@@ -57,7 +57,10 @@ def test_the_optimizer_alone(optimizer, options):
         ({"backward": "off"}, {"replays": 15}),
         ({"forward": "off"}, {"replays": 15}),
         ({"backward": "off", "optimizer": "off"}, {"replays": 15}),
-        ({"forward": "off", "optimizer": "off"}, {"never": "eager kernels have no graph of a backward alone"}),
+        (
+            {"forward": "off", "optimizer": "off"},
+            {"never": "eager kernels have no graph of a backward alone"},
+        ),
     ],
     ids=str,
 )

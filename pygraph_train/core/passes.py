@@ -109,8 +109,17 @@ def _catches(node: ast.AST) -> bool:
     if isinstance(node, ast.With):
         return any("suppress(" in ast.unparse(item) for item in node.items)
     handlers = node.handlers if isinstance(node, ast.Try) else []
+    handlers = [h for h in handlers if not _only_raises(h)]
     kinds = [{"all"} if h.type is None else set(re.findall(r"\w+", ast.unparse(h.type))) for h in handlers]
     return any(not kind <= _OF_PYTHON for kind in kinds)
+
+
+def _only_raises(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler does nothing but choose which exception comes out."""
+    statements = [n for n in ast.walk(handler) if isinstance(n, ast.stmt)]
+    return isinstance(handler.body[-1], ast.Raise) and all(
+        isinstance(n, (ast.If, ast.Raise)) for n in statements
+    )
 
 
 def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:

@@ -318,13 +318,14 @@ class Loop:
         report.step_began()
         regions = [call.regions for call in self._calls]
         replays, plain = sum(r.replays for r in regions), sum(r.plain for r in regions)
-        graphed = replays > 0 and not plain
+        graphed, called = replays > 0 and not plain, plain > 0
         for r in regions:
             r.replays = r.plain = 0
             if r.recorded:
                 report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps))
                 r.recorded, r.seconds = 0, 0.0
         for call in self._calls:
+            called, call.calls = called or call.calls > 0, 0
             call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0
             if call.hopeless == HOPELESS:
                 call.remove()
@@ -337,8 +338,8 @@ class Loop:
             self._choose(self._chooser, graphed)
         self._silent = 0 if replays or not regions else self._silent + 1
         if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
-            self._break_silence(called=plain > 0)
-        elif self._silent >= _HOPE and plain:
+            self._break_silence(called=called)
+        elif self._silent >= _HOPE and called:
             self._remove_modules()
         if not graphed or updates != updated:
             self._last = None

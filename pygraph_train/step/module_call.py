@@ -62,6 +62,7 @@ class ModuleCall:
     Attributes:
         regions: the graphs.
         paused: whether calls run the module as it is for now.
+        calls: how often it was called through `torch.compile`; the loop sets it back.
         held: so many further calls with gradients run it as it is.
         hopeless: steps in a row in which no part of it may have a graph.
     """
@@ -85,7 +86,7 @@ class ModuleCall:
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
-        self.held = self.hopeless = 0
+        self.calls = self.held = self.hopeless = 0
         set_call_of(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +112,7 @@ class ModuleCall:
             return self._first(args, kwargs)
         if not self._may_replay():
             return done(self._plainly(args, kwargs))
+        self.calls += 1
         return done(self._compiled(self._module, args, kwargs))
 
     def _may_replay(self) -> bool:

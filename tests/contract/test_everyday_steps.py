@@ -644,6 +644,19 @@ def an_exception_that_is_handled(case: Case) -> Any:
     return step
 
 
+@case(18)
+def an_exception_that_becomes_another_one(case: Case) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        try:
+            return case.loss(x, y)
+        except (IndexError, RuntimeError) as error:
+            if len(x) == 0:
+                raise ValueError("the batch is empty") from error
+            raise
+
+    return step
+
+
 # -- numbers and tensors from outside -----------------------------------------------------------------------
 
 
