@@ -348,7 +348,7 @@ class Accelerator(_Graphed):
     """
 
     def __init__(self, *args: Any, plugins: Any = (), **kwargs: Any) -> None:
-        plugin, kwargs = _sorted(plugins, args, kwargs)
+        plugin, kwargs = surely(lambda: _sorted(plugins, args, kwargs), SETTING_UP)
         super().__init__(*args, **kwargs)
         if plugin is not None:
             plugin._bind(self)

@@ -48,9 +48,15 @@ class GraphedStepFunction(NotCopied):
         if not self._loop.active:
             quietly(self._report.step_began)
         executes(STEP)
-        with self._loop.one_step():
+        loop = self._loop
+        before, loop.within_step = loop.within_step, True
+        try:
             made = self._fn(*args, **kwargs)
-            return surely(lambda: detached_results(made), STEP)
+        finally:
+            loop.within_step = before
+        if loop.active:
+            quietly(loop.step_ended)
+        return surely(lambda: detached_results(made), STEP)
 
     def report(self) -> StepReport:
         """What became of the steps so far, and of the rest of the loop. Prints as a table."""

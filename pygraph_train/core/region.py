@@ -24,7 +24,7 @@ from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.engine import Engine, problem_of
-from pygraph_train.problems import Problem, first_line
+from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.breaks import end_of
 from pygraph_train.torch_private.memory import copy_all, tensor_version
@@ -302,6 +302,8 @@ class PhaseRegion:
                 executes(FORWARD)
                 return self._plainly(*given)
             self.reason, self.counts, slot = "it is no part of training", False, None
+        except PyGraphError:  # what was tried could not be put back
+            raise
         except Unrecordable as error:
             self._stays_plain(Problem(first_line(error)))
             slot = None

@@ -70,6 +70,7 @@ class Loop:
 
     Attributes:
         left: how many further steps there will be, infinity where nobody knows.
+        within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
 
     Raises:
@@ -92,7 +93,7 @@ class Loop:
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
         self.over = False
-        self._counts_steps, self._within = True, False
+        self._counts_steps, self.within_step = True, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
         if switched_off() or config.engine == "off":
@@ -252,17 +253,6 @@ class Loop:
 
     # -- while training -----------------------------------------------------------------------------
 
-    @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Around a call that is one training step, or one micro-batch of it."""
-        before, self._within = self._within, True
-        try:
-            yield
-        finally:
-            self._within = before
-        if self.active:
-            self.step_ended()
-
     def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
@@ -281,7 +271,7 @@ class Loop:
             return
         self.update(graph, body, constants)
         done(None)
-        if self._counts_steps and not self._within and self._rounds.ends_with(graph):
+        if self._counts_steps and not self.within_step and self._rounds.ends_with(graph):
             self.step_ended()
 
     def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
