@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-__all__ = ["NOTHING", "SEPARATE", "Phase", "Plan", "Switch", "graphs_apart"]
+__all__ = ["NOTHING", "SEPARATE", "Phase", "Plan", "graphs_apart"]
 
 
 class Phase(str, Enum):
@@ -41,20 +41,3 @@ def graphs_apart(forward: bool, backward: bool, optimizer: bool) -> Plan:
 
 NOTHING = graphs_apart(False, False, False)
 SEPARATE = graphs_apart(True, True, True)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A decision.
-
-    Attributes:
-        step: steps made before it.
-        plan: what runs from now on.
-        before: what ran before.
-        why: one sentence.
-    """
-
-    step: int
-    plan: Plan
-    before: Plan
-    why: str

@@ -239,8 +239,3 @@ def test_a_trainer_that_logs_in_no_step():
     logger = MemoryLogger()
     replayed(fit([emulated(log_metrics=True)], logger=logger, log_every_n_steps=0))
     assert not any(name.startswith("pygraph/") for _, metrics in logger.received for name in metrics)
-
-
-def test_on_decision_is_no_option_of_the_config():
-    with pytest.raises(TypeError, match="no option 'on_decison'"):
-        PyGraphCallback(on_decison=print)

@@ -13,7 +13,7 @@ import torch
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
-from pygraph_train.plans import NOTHING, SEPARATE, Plan, Switch
+from pygraph_train.plans import NOTHING, SEPARATE, Plan
 from pygraph_train.report import step_report, table
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.metrics import metrics_of
@@ -152,13 +152,6 @@ def test_loggers_get_the_present_time_of_a_step(measured: StepReport) -> None:
     assert metrics_of(measured) == expected
     measured.engine = "emulated"
     assert metrics_of(measured) == {"pygraph/share_from_graphs": 1.0}
-
-
-def test_a_switch_says_what_runs_and_why() -> None:
-    """A `Switch` says what runs from now on, what ran before, and why."""
-    switch = Switch(33, NOTHING, SEPARATE, "steps are faster without graphs")
-    assert (str(switch.plan), str(switch.before)) == ("F B O", "{F} {B} {O}")
-    assert pickle.loads(pickle.dumps(switch)) == switch
 
 
 # -- copies ---------------------------------------------------------------------------------------------

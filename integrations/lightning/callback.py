@@ -43,7 +43,6 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replicas, Replication, replication_of
 from pygraph_train.parallel.spread import Spread
-from pygraph_train.plans import Switch
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
@@ -63,10 +62,6 @@ __all__ = ["PyGraphCallback"]
 log = logging.getLogger("pygraph_train")
 
 
-def _ignored(switch: Switch) -> None:
-    """Nobody asked to be told of decisions."""
-
-
 class PyGraphCallback(Callback):
     """Replays forward, backward and update of a stock Trainer's steps from CUDA graphs, if the results stay the same.
 
@@ -78,7 +73,6 @@ class PyGraphCallback(Callback):
 
     Args:
         config: options; the defaults suit most runs.
-        on_decision: called with a `Switch` (step, plan, before, why) when graphs are dropped because they do not pay.
         **overrides: single options, as `PyGraphCallback(compile=False)`.
 
     Raises:
@@ -90,12 +84,9 @@ class PyGraphCallback(Callback):
     def __init__(
         self,
         config: PyGraphConfig | None = None,
-        *,
-        on_decision: Callable[[Switch], None] = _ignored,
         **overrides: Unpack[PyGraphOptions],
     ) -> None:
         self.config = PyGraphConfig.of(config, overrides)
-        self._on_decision = on_decision
         self._report = surely(StepReport, SETTING_UP)
         self._step: _AutomaticStep | ManualOptimization | None = None
         self._logged = -1
@@ -181,7 +172,6 @@ class PyGraphCallback(Callback):
             self.config,
             engine,
             self._report,
-            on_decision=self._on_decision,
             left=lambda: batches_left(trainer),
         )
         self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)

@@ -17,7 +17,7 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.several import preparation_of
-from pygraph_train.plans import NOTHING, SEPARATE, Switch, graphs_apart
+from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -222,9 +222,7 @@ class PhaseRunner:
         if self._chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
         if (why := self._chooser.step_ended(graphed)) is not None:
-            before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)
             self.stop(why)
-            training.on_decision(Switch(training.step, NOTHING, before, why.reason))
 
     # -- what else loops ask -----------------------------------------------------------------------------
 
@@ -315,11 +313,10 @@ def runner_for(
     engine: Engine,
     report: StepReport,
     *,
-    on_decision: Callable[[Switch], None] = lambda switch: None,
     left: Callable[[], float] = lambda: math.inf,
 ) -> PhaseRunner:
     """What makes the steps of a training.
 
     Args: as the attributes of `TrainingRun`.
     """
-    return PhaseRunner(TrainingRun(program, config, engine, report, on_decision, left))
+    return PhaseRunner(TrainingRun(program, config, engine, report, left))

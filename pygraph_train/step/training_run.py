@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.plans import NOTHING, Switch
+from pygraph_train.plans import NOTHING
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.program import StepProgram
@@ -29,7 +29,6 @@ class TrainingRun:
         config: options.
         engine: where graphs are made.
         report: filled while running.
-        on_decision: called when another plan is kept than before.
         left: how many further steps there will be, infinity where nobody knows.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
@@ -41,7 +40,6 @@ class TrainingRun:
     config: PyGraphConfig
     engine: Engine
     report: StepReport
-    on_decision: Callable[[Switch], None]
     left: Callable[[], float]
     step: int = 0
     replays: int = 0
