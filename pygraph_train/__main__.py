@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pygraph_train import __version__
+
 __all__ = ["main"]
 
 _CONVENTION = (
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps can run from CUDA graphs on this machine, else 1. Both: 2 where the command was called wrongly.
     """
     parser = argparse.ArgumentParser(prog="python -m pygraph_train")
+    parser.add_argument("--version", action="version", version=f"pygraph-train {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
         "explain",

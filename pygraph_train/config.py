@@ -17,7 +17,9 @@ __all__ = [
     "disabled_by_environment",
 ]
 
-AutoOnOff = Literal["auto", "on", "off"]
+AutoOnOff = Literal["auto", "on", "off"] | bool
+
+_SWITCHES = ("forward", "backward", "optimizer", "fuse")
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "forward": ("auto", "on", "off"),
@@ -30,6 +32,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": ("auto", "cuda", "emulated", "off"),
     "on_failure": ("fallback", "raise"),
     "log_metrics": (True, False),
+    "print_report": (True, False),
 }
 
 
@@ -47,6 +50,7 @@ class StepOptions(TypedDict, total=False):
     engine: Literal["auto", "cuda", "emulated", "off"]
     on_failure: Literal["fallback", "raise"]
     log_metrics: bool
+    print_report: bool
 
 
 class PyGraphOptions(StepOptions, total=False):
@@ -62,7 +66,7 @@ class PyGraphConfig:
     Args:
         forward, backward, optimizer: whether this phase may run from a graph. "off" means never; without a graph of the
             forward there is none of the backward. "on" logs reasons against graphs as warnings, and of the
-            forward also keeps graphs that are slower than plain steps.
+            forward also keeps graphs that are slower than plain steps. True and False mean "on" and "off".
         fuse: has no effect at present.
         compile: True has Inductor's kernels in the graphs of forward and backward, on CUDA. False has eager kernels,
             with the bits of plain training. "auto" means False at present.
@@ -81,6 +85,7 @@ class PyGraphConfig:
         on_failure: "fallback" continues without the graph, and the report gives the reason. "raise" raises it.
         log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
             `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` (docs/report.md). Other loops have no loggers.
+        print_report: whether a Trainer of Lightning or transformers prints the report when training ends.
 
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
@@ -99,8 +104,12 @@ class PyGraphConfig:
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     on_failure: Literal["fallback", "raise"] = "fallback"
     log_metrics: bool = False
+    print_report: bool = True
 
     def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            if isinstance(value := getattr(self, name), bool):
+                object.__setattr__(self, name, "on" if value else "off")
         least = (
             {"warmup_steps": 2} if self.max_signatures is None else {"warmup_steps": 2, "max_signatures": 1}
         )

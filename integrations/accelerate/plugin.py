@@ -6,6 +6,7 @@ replayed from graphs of their own, and everything between is the user's Python.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import weakref
@@ -129,9 +130,9 @@ class PyGraph:
                 "Call attach() before prepare()",
             )
         for model in () if several else accelerator._models:
-            self._take_model(model)
+            arranged(functools.partial(self._take_model, model))
         for optimizer in accelerator._optimizers:
-            self._take_optimizer(optimizer)
+            arranged(functools.partial(self._take_optimizer, optimizer))
         return accelerator
 
     def detach(self) -> None:
@@ -173,7 +174,9 @@ class PyGraph:
         if self in _unattached:
             _unattached.pop(self).detach()
         accelerator.__dict__["pygraph"] = self
-        self._the_loop()  # an engine that cannot work is refused here, not in the first step
+        surely(
+            self._the_loop, SETTING_UP
+        )  # an engine that cannot work is refused here, not in the first step
 
     def _the_loop(self) -> Loop:
         if self._loop is None:
@@ -186,13 +189,9 @@ class PyGraph:
         return self._loop
 
     def _take_model(self, model: nn.Module, **options: Any) -> None:
-        loop = self._the_loop()
-        arranged(lambda: loop.take_module(model, **options))
+        self._the_loop().take_module(model, **options)
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        arranged(lambda: self._route(optimizer))
-
-    def _route(self, optimizer: Any) -> None:
         loop = self._the_loop()
         if not isinstance(optimizer, AcceleratedOptimizer) or not loop.active:
             return
@@ -277,23 +276,24 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         result = super().prepare(*args, **kwargs)
         if self.pygraph is not None and self.is_fsdp2:  # parameters, and what optimizers hold, were replaced
             for model in (m for m in self._models if id(m) not in before):
-                self.pygraph._take_model(model)
+                arranged(functools.partial(self.pygraph._take_model, model))
             for optimizer in (o for o in self._optimizers if id(o) not in before):
-                self.pygraph._take_optimizer(optimizer)
+                arranged(functools.partial(self.pygraph._take_optimizer, optimizer))
         return result
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         plugin = self.pygraph
-        if plugin is None or evaluation_mode or not plugin._the_loop().active:
+        loop = None if plugin is None else arranged(plugin._the_loop)
+        if plugin is None or loop is None or evaluation_mode or not loop.active:
             return super().prepare_model(model, device_placement, evaluation_mode)
         dynamo = self.state.dynamo_plugin
         ours = dynamo.backend == DynamoBackend.INDUCTOR and dynamo.mode in _INDUCTOR_MODES
         if not ours or dynamo.use_regional_compilation or dynamo.disable:
             model = super().prepare_model(model, device_placement, evaluation_mode)
             if dynamo.backend == DynamoBackend.NO:
-                plugin._take_model(model)
+                arranged(lambda: plugin._take_model(model))
             else:
-                plugin._the_loop().refuse(
+                loop.refuse(
                     f"the Accelerator compiles models with {dynamo.backend.value.lower()}, so forward and backward get "
                     "no graphs of pygraph-train",
                     "Remove dynamo_backend. With compile=True graphs of pygraph-train hold Inductor's kernels",
@@ -305,14 +305,15 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             model = super().prepare_model(model, device_placement, evaluation_mode)
         finally:
             dynamo.backend = DynamoBackend.INDUCTOR
-        plugin._take_model(model, compiled=True, fullgraph=dynamo.fullgraph, dynamic=dynamo.dynamic)
+        options = {"compiled": True, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
+        arranged(lambda: plugin._take_model(model, **options))
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         known = optimizer in self._optimizers
         optimizer = super().prepare_optimizer(optimizer, device_placement)
         if self.pygraph is not None and not known and not self.is_fsdp2:
-            self.pygraph._take_optimizer(optimizer)
+            arranged(functools.partial(self.pygraph._take_optimizer, optimizer))
         return optimizer
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:

@@ -210,7 +210,8 @@ class PyGraphCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give everything back, and show what happened."""
         quietly(self._detach)
-        if stage == "fit" and trainer.is_global_zero and (self._report.steps or self._report.fallbacks):
+        asked = self.config.print_report and stage == "fit" and trainer.is_global_zero
+        if asked and (self._report.steps or self._report.fallbacks):
             show(self._report)
 
     def _detach(self) -> None:

@@ -128,7 +128,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give everything back, and show what happened."""
-        quietly(self._release, lambda: show_report(self._report, args))
+        quietly(self._release, lambda: show_report(self._report, args, self.config))
 
     def _release(self) -> None:
         if self._loop is not None:
@@ -137,9 +137,13 @@ class PyGraphTrainerCallback(TrainerCallback):
             self._undo = _nothing
 
 
-def show_report(report: LoopReport, args: Any) -> None:
+def show_report(report: LoopReport, args: Any, config: PyGraphConfig) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
-    if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
+    if (
+        config.print_report
+        and args.process_index == 0
+        and (report.steps or report.fallbacks or report.whole_steps)
+    ):
         show(report)
 
 

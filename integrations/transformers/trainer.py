@@ -86,7 +86,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
             self._whole = None
             quietly(self._pygraph_loop.release)
             self._pygraph_loop = None
-        show_report(self._pygraph_report, self.args)
+        show_report(self._pygraph_report, self.args, self._pygraph_config)
         return result
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

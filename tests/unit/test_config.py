@@ -69,3 +69,7 @@ def test_values_of_the_switch_in_the_environment(
 ) -> None:
     monkeypatch.setenv("PYGRAPH_DISABLE", value)
     assert disabled_by_environment() is off
+
+
+def test_phases_are_switched_by_bools_as_well():
+    assert PyGraphConfig(forward=True, backward=False) == PyGraphConfig(forward="on", backward="off")
