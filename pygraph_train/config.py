@@ -19,15 +19,13 @@ __all__ = [
 
 AutoOnOff = Literal["auto", "on", "off"] | bool
 
-_SWITCHES = ("forward", "backward", "optimizer", "fuse")
+_SWITCHES = ("forward", "backward", "optimizer")
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "forward": ("auto", "on", "off"),
     "backward": ("auto", "on", "off"),
     "optimizer": ("auto", "on", "off"),
-    "fuse": ("auto", "on", "off"),
     "compile": ("auto", True, False),
-    "indirection": ("auto", "device", "host", "copy"),
     "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),
     "on_failure": ("fallback", "raise"),
@@ -41,11 +39,9 @@ class StepOptions(TypedDict, total=False):
 
     forward: AutoOnOff
     backward: AutoOnOff
-    fuse: AutoOnOff
     compile: bool | Literal["auto"]
     warmup_steps: int
     max_signatures: int | None
-    indirection: Literal["auto", "device", "host", "copy"]
     verify: Literal["off", "first", "sample", "always"]
     engine: Literal["auto", "cuda", "emulated", "off"]
     on_failure: Literal["fallback", "raise"]
@@ -67,14 +63,12 @@ class PyGraphConfig:
         forward, backward, optimizer: whether this phase may run from a graph. "off" means never; without a graph of the
             forward there is none of the backward. "on" logs reasons against graphs as warnings, and of the
             forward also keeps graphs that are slower than plain steps. True and False mean "on" and "off".
-        fuse: has no effect at present.
         compile: True has Inductor's kernels in the graphs of forward and backward, on CUDA. False has eager kernels,
             with the bits of plain training. "auto" means False at present.
         warmup_steps: each part of a step is recorded in its call of this number (>= 2). After so many steps the
             optimizer gets kernels that a graph can hold.
         max_signatures: the number of sets of shapes of one part that are recorded (>= 1). Others run without a graph.
             None: 64.
-        indirection: has no effect at present.
         verify: which replays are compared with the same work without a graph. "off": none. "first": the first replay
             of each recording. "sample": also later replays, at growing intervals, in at most 0.2% of the time, where
             the device has room for it.
@@ -88,18 +82,15 @@ class PyGraphConfig:
         print_report: whether a Trainer of Lightning or transformers prints the report when training ends.
 
     Raises:
-        ValueError: an option has a value that is not allowed, or options contradict each other. The
-            message names the field.
+        ValueError: an option has a value that is not allowed. The message names the field.
     """
 
     forward: AutoOnOff = "auto"
     backward: AutoOnOff = "auto"
     optimizer: AutoOnOff = "auto"
-    fuse: AutoOnOff = "auto"
     compile: bool | Literal["auto"] = "auto"
     warmup_steps: int = 3
     max_signatures: int | None = None
-    indirection: Literal["auto", "device", "host", "copy"] = "auto"
     verify: Literal["off", "first", "sample", "always"] = "sample"
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     on_failure: Literal["fallback", "raise"] = "fallback"
@@ -114,13 +105,6 @@ class PyGraphConfig:
             {"warmup_steps": 2} if self.max_signatures is None else {"warmup_steps": 2, "max_signatures": 1}
         )
         check_values(self, _CHOICES, least, "PyGraphConfig.{}={!r}")
-        if self.fuse == "on":
-            off = [p for p in ("forward", "backward", "optimizer") if getattr(self, p) == "off"]
-            if off:
-                raise ValueError(
-                    f"PyGraphConfig.fuse='on' contradicts {', '.join(f'{p}={chr(39)}off{chr(39)}' for p in off)}: "
-                    "a fused step holds every phase"
-                )
 
     @classmethod
     def of(cls, config: PyGraphConfig | None, overrides: Mapping[str, Any]) -> PyGraphConfig:

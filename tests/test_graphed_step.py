@@ -50,8 +50,7 @@ def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, sc
 
 
 @pytest.mark.parametrize("first", ["step", "scheduler"])
-@pytest.mark.parametrize("plan", [{}, {"fuse": "off"}], ids=str)
-def test_a_scheduler_made_in_mid_run_warns_as_in_plain_training(first, plan):
+def test_a_scheduler_made_in_mid_run_warns_as_in_plain_training(first):
     def script(diary: Diary) -> None:
         model = Net()
         optimizer = adamw(model)
@@ -72,15 +71,13 @@ def test_a_scheduler_made_in_mid_run_warns_as_in_plain_training(first, plan):
         diary.write("warnings", told)
         diary.write("called", vars(optimizer).get("_opt_called"))
 
-    report = both(script, **plan, replays=28)
-    least = 5 if plan else 20
-    assert report.steps_replayed + report.optimizer_steps_replayed >= least, str(report)
+    report = both(script, replays=28)
+    assert report.steps_replayed + report.optimizer_steps_replayed >= 20, str(report)
 
 
 @pytest.mark.parametrize("make", [adamw, sgd], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("config", [{}, {"fuse": "off"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_learning_rate_tensor_may_be_replaced_on_every_step(make, config, dtype):
+def test_a_learning_rate_tensor_may_be_replaced_on_every_step(make, dtype):
     def script(diary: Diary) -> None:
         model = Net()
         optimizer = make(model)
@@ -98,7 +95,7 @@ def test_a_learning_rate_tensor_may_be_replaced_on_every_step(make, config, dtyp
             diary.write_state(model, optimizer)
             assert group["lr"].dtype == dtype
 
-    report = both(script, **config, replays=44)
+    report = both(script, replays=44)
     assert report.steps_replayed + report.optimizer_steps_replayed >= 40, str(report)
     assert not any("hyperparameter" in f.reason for f in report.fallbacks), str(report)
 
@@ -324,9 +321,8 @@ def test_clipping_sums_up_the_norm_in_the_order_of_the_model():
 
 
 @pytest.mark.parametrize("emptied", ["before each step", "never"])
-@pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("held", ["from the start", "later"])
-def test_gradients_that_the_optimizer_does_not_hold_are_clipped_as_well(emptied, fuse, held):
+def test_gradients_that_the_optimizer_does_not_hold_are_clipped_as_well(emptied, held):
     def script(diary: Diary) -> None:
         model = Net()
         model.first.requires_grad_(held == "from the start")
@@ -342,11 +338,10 @@ def test_gradients_that_the_optimizer_does_not_hold_are_clipped_as_well(emptied,
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse=fuse, replays=20)
+    report = both(script, replays=20)
     assert report.optimizer_steps_replayed <= 20, str(report)
-    if fuse == "auto":
-        assert any("does not hold" in f.reason for f in report.fallbacks), str(report)
-        assert report.steps_replayed >= 20, str(report)
+    assert any("does not hold" in f.reason for f in report.fallbacks), str(report)
+    assert report.steps_replayed >= 20, str(report)
 
 
 def test_accumulation_with_micro_batches_that_are_not_replayed():
@@ -803,8 +798,7 @@ def test_grad_scaler_skips_steps_with_overflow(dtype, clip):
     both(script, replays=30, plan="{F} {B} {O}")
 
 
-@pytest.mark.parametrize("fuse", ["auto", "off"])
-def test_a_scaler_that_is_switched_off(fuse):
+def test_a_scaler_that_is_switched_off():
     def script(diary: Diary) -> None:
         model = Net()
         optimizer = adamw(model)
@@ -815,11 +809,7 @@ def test_a_scaler_that_is_switched_off(fuse):
             diary.write_state(model, optimizer)
             diary.write("scaler", scaler.state_dict())
 
-    report = both(script, fuse=fuse, replays=20)
-    if fuse == "auto":
-        replayed(report, least=30)
-    else:
-        assert report.optimizer_steps_replayed >= 20, str(report)
+    replayed(both(script, replays=20), least=30)
 
 
 def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
@@ -1087,7 +1077,7 @@ def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, fuse="off", backward="off", replays=17)
+    both(script, backward="off", replays=17)
 
 
 def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():

@@ -711,6 +711,6 @@ class Hooks(KeepsHidden):
 
 
 @pytest.mark.parametrize("kind", [AsksInAHook, Retains, Hooks])
-@pytest.mark.parametrize("config", [{}, {"fuse": "off"}, {"forward": "off"}, {"backward": "off"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"forward": "off"}, {"backward": "off"}], ids=str)
 def test_who_asks_for_the_gradient_of_an_activation_gets_it(kind, config):
     parity(kind, config=config, logger=MemoryLogger(), replays=25)

@@ -39,7 +39,7 @@ MIXED = {"precision": "bf16-mixed"}
 
 def phases(*args: Any, config: dict[str, Any] | None = None, **options: Any) -> Any:
     """`parity` of steps whose phases have graphs of their own."""
-    return parity(*args, config={"fuse": "off", **(config or {})}, **options)
+    return parity(*args, config=config, **options)
 
 
 def adamw(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -530,7 +530,7 @@ def test_exceptions_leave_everything_as_it_was(error, batch, place):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.fail("on_before_optimizer_step")
 
-    module, callback = Fails(), emulated(fuse="off")
+    module, callback = Fails(), emulated()
     parts = [module.generator, module.discriminator]
     attributes = [set(vars(part)) for part in parts]
     trainer = pl.Trainer(accelerator="cpu", max_epochs=4, callbacks=[callback], **QUIET)
@@ -545,13 +545,13 @@ def test_exceptions_leave_everything_as_it_was(error, batch, place):
     assert json.dumps(callback.report().to_dict())
     armed.clear()
     module.requires_grad_(True)  # it was toggled
-    again = fit([emulated(fuse="off")], module=module)  # and it trains as ever
+    again = fit([emulated()], module=module)  # and it trains as ever
     assert again.report.optimizer_steps_replayed >= 40, str(again.report)
 
 
 def test_on_failure_raise():
     with pytest.raises(PyGraphError, match="detect_anomaly"):
-        fit([emulated(fuse="off", on_failure="raise")], module=Gan(), detect_anomaly=True)
+        fit([emulated(on_failure="raise")], module=Gan(), detect_anomaly=True)
 
 
 def test_what_cannot_be_served_is_told():
@@ -573,7 +573,7 @@ def test_without_an_engine_nothing_is_patched():
 
 
 def test_the_report_is_printed_once_and_counts_batches(capsys):
-    done = fit([emulated(fuse="off")], module=Wgan())
+    done = fit([emulated()], module=Wgan())
     assert capsys.readouterr().out.count("pygraph-train: ") == 1
     assert done.report.steps == 44 and done.report.steps_replayed >= 20, str(done.report)
     assert done.report.to_dict()["plan"] == "{F} {B} {O}"
@@ -591,7 +591,7 @@ def test_global_step_counts_updates_and_the_loss_of_the_step_is_passed_on():
 
 
 def test_loggers_get_the_time_of_a_step_and_how_much_ran_from_graphs():
-    report = fit([emulated(fuse="off")], module=Gan()).report
+    report = fit([emulated()], module=Gan()).report
     share = {"pygraph/share_from_graphs": report.steps_from_graphs / report.steps}
     assert metrics_of(report) == share and 0.5 < share["pygraph/share_from_graphs"] < 1
     report.engine = "cuda"

@@ -189,9 +189,8 @@ MANUAL: dict[str, tuple[Callable[[], pl.Callback], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("what", MANUAL)
-def test_other_callbacks_under_manual_optimization(what: str, fuse: str) -> None:
+def test_other_callbacks_under_manual_optimization(what: str) -> None:
     make, found = MANUAL[what]
     trained(
         lambda: [make()],
@@ -200,9 +199,7 @@ def test_other_callbacks_under_manual_optimization(what: str, fuse: str) -> None
         max_epochs=6,
         logger=MemoryLogger(),
         validate=True,
-        config={"fuse": fuse},
-        replays=120 if fuse == "off" else 25,
-        plan="{F} {B} {O}" if fuse == "off" else None,
+        replays=120,
     )
 
 

@@ -88,7 +88,7 @@ def test_the_report_shows_what_runs_after_the_optimizer_has_left_the_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"fuse": "off"}, OFF], ids=str)
+@pytest.mark.parametrize("options", [{}, OFF], ids=str)
 @OPTIMIZERS
 def test_state_cleared_at_any_step(make_optimizer, options):
     """A capture right after it would hold the making of new state, which never happens outside of a replay."""

@@ -144,9 +144,8 @@ def test_one_step_of_several_optimizers(options: dict[str, Any], every: int) -> 
     both(script, replays=30, plan="{F} {B} {O}")
 
 
-@pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("change", ["betas", "momentum", "state", "loaded", "frozen", "hook"])
-def test_what_changes_of_one_of_several_optimizers(change: str, fuse: str) -> None:
+def test_what_changes_of_one_of_several_optimizers(change: str) -> None:
     def script(diary: Diary) -> None:
         model, (first, second) = parts_and_optimizers()
         step = diary.step(lambda x, y: model(x).square().mean(), model=model, optimizer=[first, second])
@@ -167,7 +166,7 @@ def test_what_changes_of_one_of_several_optimizers(change: str, fuse: str) -> No
             diary.write("loss", step(x, y))
             diary.write_state(model, first, second)
 
-    both(script, replays=20, fuse=fuse)
+    both(script, replays=20)
 
 
 def halve(module: nn.Module) -> None:

@@ -88,7 +88,7 @@ class TrainingRun:
         config = self.config
         self.reasons += 1
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.step)):
-            wanted = "on" in (config.forward, config.backward, config.optimizer, config.fuse)
+            wanted = "on" in (config.forward, config.backward, config.optimizer)
             level = logging.WARNING if wanted else logging.INFO
             log.log(level, "pygraph: step %d runs without a graph: %s", self.step, problem)
         if config.on_failure == "raise" and not asked:

@@ -124,9 +124,9 @@ def test_evaluation_between_steps_sees_the_weights_of_now(run: Run) -> None:
     [
         {"verify": "always"},
         {"verify": "off"},
-        {"fuse": "off", "optimizer": "on"},
+        {"optimizer": "on"},
         {"compile": False},
-        {"indirection": "copy", "warmup_steps": 3},
+        {"warmup_steps": 3},
     ],
     ids=str,
 )

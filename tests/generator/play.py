@@ -240,7 +240,7 @@ class LibrarysLoop(Loop):
 
     def _config(self) -> dict[str, Any]:
         chosen: dict[str, Any] = {"engine": "emulated", "warmup_steps": self._warmup, "verify": _sampled()}
-        for option in self.options:  # "fuse=off", say
+        for option in self.options:  # "optimizer=off", say
             name, _, value = option.partition("=")
             if value:
                 chosen[name] = value

@@ -26,14 +26,13 @@ _OPTIONS = {
         "clip",
         "no_optimizer",
         "scaler_off",
-        "fuse=off",
         "optimizer=off",
         "backward=off",
         "verify=always",
     ],
     "backend": ["step", "emptied_late"],
     "accelerate": ["graphed_step", "clip", "bf16", "kept_gradients"],
-    "lightning": ["clip", "bf16", "fuse=off"],
+    "lightning": ["clip", "bf16"],
 }
 _ALONE = {"no_optimizer": {"clip", "scaler_off"}, "bf16": {"clip"}}  # fused optimizers unscale themselves
 
