@@ -27,6 +27,7 @@ from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.breaks import end_of
+from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 from pygraph_train.torch_private.memory import copy_all, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
@@ -291,6 +292,9 @@ class PhaseRegion:
             self._asking or self.inference or self.calls > _PATIENCE
         ):
             return self._watched(given)
+        if saved_tensors_hooks_active(checkpoints=False):
+            owner.tell(_SAVED_TENSORS_HOOKS)
+            return self.run_plainly(*given)
         numbers: Sequence[Any] = ()
         try:
             inputs: Sequence[Any] = given
@@ -574,6 +578,9 @@ class PhaseRegion:
 
 
 _CAUGHT = "a part of the step runs without a graph: the step catches exceptions of its operations"
+_SAVED_TENSORS_HOOKS = Problem(
+    "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
+)
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 
 

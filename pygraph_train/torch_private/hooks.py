@@ -25,6 +25,11 @@ def global_module_hook_tables() -> tuple[Mapping[int, Any], ...]:
     )
 
 
-def saved_tensors_hooks_active() -> bool:
-    """Whether hooks get what is saved for a backward just now. (2.11, 2.13)"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:
+    """Whether hooks get what is saved for a backward just now. (2.11 to 2.15) Hot path.
+
+    Args:
+        checkpoints: whether those of `torch.utils.checkpoint` count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and (checkpoints or hooks[0].__module__ != "torch.utils.checkpoint")

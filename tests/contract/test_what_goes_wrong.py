@@ -439,3 +439,23 @@ def test_autocast_around_the_whole_loop(run: Run) -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         for batch in batches():
             step(batch)
+
+
+@same_as_plain(replays=0, updates=8)
+def test_a_step_stores_activations_in_another_form(run: Run) -> None:
+    """Hooks that get what is saved for the backward of a part of the step, and give back something else."""
+    model, packed = Net(), []
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved.shape)
+        return (saved * 16).round() / 16 if saved.is_floating_point() else saved
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda stored: stored):
+            out = model(x)
+        return cross_entropy(out, y)
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for batch in batches(24):
+        step(*batch)
+    run.note("packed", packed)
