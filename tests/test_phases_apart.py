@@ -136,6 +136,7 @@ def test_a_parameter_that_gets_other_memory() -> None:
     same(make, 12)
 
 
+@pytest.mark.passes_without_graphs("a backward that is differentiated itself has none")
 def test_a_backward_of_a_backward_runs_as_it_is() -> None:
     def make(model: nn.Module) -> Callable[..., Tensor]:
         def step(batch: Any) -> Tensor:
