@@ -139,6 +139,7 @@ def surely(make: Callable[[], R], what: str, *_: object) -> R:
 
     Args:
         what: it, in words that end the sentence "pygraph-train failed during ...".
+        *_: what a caller of its own passes to a callback, which nobody reads.
     Raises:
         PyGraphError: it has failed twice.
         ValueError, TypeError: of what the user gave.

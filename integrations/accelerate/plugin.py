@@ -174,9 +174,8 @@ class PyGraph:
         if self in _unattached:
             _unattached.pop(self).detach()
         accelerator.__dict__["pygraph"] = self
-        surely(
-            self._the_loop, SETTING_UP
-        )  # an engine that cannot work is refused here, not in the first step
+        # an engine that cannot work is refused here, not in the first step
+        surely(self._the_loop, SETTING_UP)
 
     def _the_loop(self) -> Loop:
         if self._loop is None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.torch_private.growing import Growing
+from pygraph_train.torch_private.names import private
 
 __all__ = [
     "CompiledFunction",
@@ -289,7 +290,7 @@ class CompiledModule(CompiledFunction):
         super()._compile(fn)
 
 
-call_impl: Any = getattr(torch.nn.Module, "_call_impl", None)
+call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
 """Runs hooks and forward of a module, which is the first argument. (2.11 to 2.15)"""
 
 
