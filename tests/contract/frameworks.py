@@ -23,6 +23,7 @@ __all__ = [
     "loader",
     "memory_logger",
     "sentences",
+    "train",
     "trainer",
 ]
 
@@ -246,6 +247,18 @@ def sentences(count: int = 64, length: int = 8) -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens, "labels": tokens} for tokens in drawn]
 
 
+def train(run: Run, made: Any, resume: Any = None) -> None:
+    """Train with a Trainer of transformers, or one that derives from it; what it leaves is compared."""
+    from transformers import PrinterCallback
+
+    made.remove_callback(PrinterCallback)
+    made.train(resume_from_checkpoint=resume)
+    timed = ("runtime", "per_second")
+    run.note("log", [{k: v for k, v in r.items() if not k.endswith(timed)} for r in made.state.log_history])
+    run.note("model", made.model)
+    run.note("optimizer", made.optimizer)
+
+
 def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = None, **options: Any) -> Any:
     """A Trainer of transformers that has trained.
 
@@ -287,11 +300,6 @@ def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = N
     )
     if run.ours:
         run.reports(callbacks[0].report if way == "callback" else made.report)
-    made.remove_callback(transformers.PrinterCallback)
-    made.train(resume_from_checkpoint=resume)
-    timed = ("runtime", "per_second")
-    run.note("log", [{k: v for k, v in r.items() if not k.endswith(timed)} for r in made.state.log_history])
-    run.note("model", made.model)
-    run.note("optimizer", made.optimizer)
+    train(run, made, resume)
     run.note("attributes at the end", [sorted(vars(m)) for m in made.model.modules()])
     return made

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .compare import Run, same_as_plain
-from .frameworks import fit, forget_accelerators, sentences, trainer
+from .frameworks import fit, forget_accelerators, sentences, train, trainer
 from .models import DEVICE, adamw
 
 pytest.importorskip("transformers")
@@ -100,7 +100,6 @@ def trained(
 ) -> None:
     """By a Trainer of TRL's with our callback."""
     import datasets
-    import transformers
 
     from pygraph_train import PyGraphTrainerCallback
 
@@ -135,12 +134,7 @@ def trained(
     )
     if run.ours:
         run.reports(callbacks[0].report)
-    made.remove_callback(transformers.PrinterCallback)
-    made.train()
-    timed = ("runtime", "per_second", "num_tokens")
-    run.note("log", [{k: v for k, v in r.items() if not k.endswith(timed)} for r in made.state.log_history])
-    run.note("model", made.model)
-    run.note("optimizer", made.optimizer)
+    train(run, made)
 
 
 @same_as_plain(replays=8)
@@ -191,12 +185,7 @@ def test_sentence_transformers(run: Run) -> None:
     )
     if run.ours:
         run.reports(callbacks[0].report)
-    made.remove_callback(transformers.PrinterCallback)
-    made.train()
-    timed = ("runtime", "per_second")
-    run.note("log", [{k: v for k, v in r.items() if not k.endswith(timed)} for r in made.state.log_history])
-    run.note("model", made.model)
-    run.note("optimizer", made.optimizer)
+    train(run, made)
 
 
 @pytest.mark.parametrize("alike", [False, True])
