@@ -131,16 +131,15 @@ class Place:
         """
         if self.buffers:
             return True
-        if self._same < _SAME_PLACE:
-            self._waited += 1
-            self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
-            return self.buffers
-        self._unserved += 1
+        rests = self._same >= _SAME_PLACE
+        self._unserved += rests
         paid = (
             not self._weighs or self._again < _FREE or self._unserved + (latest or 0) >= _REPLAYS_PER_CAPTURE
         )
-        if latest is not None and not paid:
-            return False
+        if not rests or (latest is not None and not paid):
+            self._waited += 1
+            self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
+            return self.buffers
         self._again += latest is not None
         self._unserved = 0
         return True

@@ -61,6 +61,20 @@ def test_a_model_of_layers_of_torch(run: Run) -> None:
         run.note("loss", loss)
 
 
+@same_as_plain(replays=12, updates=24)
+def test_gradients_that_move_every_few_steps(run: Run) -> None:
+    """The optimizer's graph gets copies: captures would not pay."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate, 56)
+    homes = [[torch.empty_like(p) for p in model.parameters()] for _ in range(7)]
+    for number, (x, y) in enumerate(run.each(data)):
+        accelerate.backward(cross_entropy(model(x), y))
+        for p, home in zip(model.parameters(), homes[number // 8], strict=True):
+            p.grad = home.copy_(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @same_as_plain(replays=12, updates=0)
 def test_gradients_of_two_models_are_clipped_together(run: Run) -> None:
     """Each optimizer holds the parameters of one."""

@@ -79,11 +79,12 @@ def test_peft(run: Run, *, way: str, checkpoints: bool) -> None:
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-@same_as_plain(replays=8, updates=4)
+@same_as_plain(replays=8)
 def test_supervised_fine_tuning_of_trl(run: Run, *, adapted: bool) -> None:
     trl = pytest.importorskip("trl")
     data = [{"input_ids": row["input_ids"].tolist()} for row in sentences()]
-    trained(run, trl.SFTTrainer, trl.SFTConfig, data, adapted=adapted)
+    # its loss computes the gradient of the last layer outside of regions: it moves on a CPU, and is copied in the end
+    trained(run, trl.SFTTrainer, trl.SFTConfig, data, adapted=adapted, epochs=3)
 
 
 @same_as_plain(replays=8)
@@ -96,7 +97,14 @@ def test_preferences_of_trl(run: Run) -> None:
 
 
 def trained(
-    run: Run, cls: Any, config: Any, data: Any, *, adapted: bool, more: dict[str, Any] | None = None
+    run: Run,
+    cls: Any,
+    config: Any,
+    data: Any,
+    *,
+    adapted: bool,
+    more: dict[str, Any] | None = None,
+    epochs: int = 1,
 ) -> None:
     """By a Trainer of TRL's with our callback."""
     import datasets
@@ -112,7 +120,7 @@ def trained(
     arguments = config(
         str(run.folder),
         per_device_train_batch_size=4,
-        num_train_epochs=1,
+        num_train_epochs=epochs,
         logging_steps=1,
         learning_rate=1e-3,
         report_to=[],
