@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -61,17 +62,23 @@ def trained(model: nn.Module, made: Any = adamw, steps: int = 40, **config: Any)
     return step.report()
 
 
-def accelerated() -> StepReport:
+def accelerated(*, epochs: int = 3, moves: bool = False) -> StepReport:
+    """A stock loop; `moves`: each step has its gradients elsewhere."""
     accelerate_training = pytest.importorskip("accelerate_training", exc_type=ImportError)
     from pygraph_train import PyGraph
+
+    gradients = []
 
     def script(made: Any) -> None:
         model = Net()
         loader = DataLoader(accelerate_training.Numbers(), batch_size=8)
         model, optimizer, loader = made.accelerator.prepare(model, adamw(model), loader)
-        for _ in range(3):
-            for batch in loader:
+        for _ in range(epochs):
+            for batch in itertools.islice(loader, 12 if moves else None):
                 made.accelerator.backward(nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
+                for p in model.parameters() if moves else ():
+                    gradients.append(p.grad)
+                    p.grad = p.grad.clone()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -106,6 +113,11 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
         accelerated,
         r"\d\d of 90 training steps \(9\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. Nothing "
         r"stands in the way of more.",
+    ),
+    "gradients that move": (
+        lambda: accelerated(epochs=1, moves=True),
+        r"Forward and backward ran from graphs in \d\d? of 12 training steps \(\d\d%\), the optimizer in none, as plan "
+        r"{F} {B} O on the emulated engine. Gradients have moved between the latest steps, .*",
     ),
     "graphs off": (
         lambda: trained(Net(), engine="off"),

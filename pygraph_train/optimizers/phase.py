@@ -75,6 +75,7 @@ class OptimizerPhase:
         problem: why there are no more graphs, None while there may be.
         restless: why there is none while gradients move, where the last `run` found that.
         replayed: whether the last `run` was a replay of a verified graph.
+        waits: whether there is none yet because gradients have moved lately.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class OptimizerPhase:
         assert program.optimizer is not None
         self.problem: Problem | None = None
         self.restless: Problem | None = None
-        self.replayed = False
+        self.replayed = self.waits = False
         self._program = program
         self._optimizer = program.optimizer
         self._preparation = preparation
@@ -113,7 +114,7 @@ class OptimizerPhase:
             source: who has left the gradients.
             step: the training step, for the report.
         """
-        self.replayed, self.restless = False, None
+        self.replayed, self.waits, self.restless = False, False, None
         if self.problem is not None:
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -139,6 +140,7 @@ class OptimizerPhase:
                 return body()
         if capture is None or not capture.reaches(layout):
             if capture is not None and not place.settled(self._replays, capture.replays):
+                self.waits = True
                 return self._run_prepared(body)
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
@@ -149,6 +151,7 @@ class OptimizerPhase:
                 self._runs[key] += 1
                 return self._run_prepared(body)
             if capture is None and not place.settled(self._replays):
+                self.waits = True
                 return self._run_prepared(body)
             if (moving := place.why_no_copies(gradients, self._engine.memory)) is not None:
                 self.restless = _outside(moving)

@@ -68,6 +68,7 @@ class StepReport(Printed):
     first_replay_step: int | None = None
     first_replay_seconds: float | None = None
     optimizer_steps_replayed: int = 0
+    update_waits: bool = False  # for gradients that lie where those of the step before did
     verify_seconds: float = 0.0
     audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)

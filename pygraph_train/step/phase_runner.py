@@ -164,7 +164,8 @@ class PhaseRunner:
         self._boundary.make(lambda: self._make_update(step, made, constants), made)
 
     def _make_update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
-        phase, scaling = self._update_phase, self._training.program.scaling
+        training, phase = self._training, self._update_phase
+        scaling = training.program.scaling
         if phase is None or self._preparation is None:
             return body()
         if scaling.unscaled:
@@ -174,12 +175,13 @@ class PhaseRunner:
         source: Source = (
             "graph" if regions.replays and not regions.plain and not regions.hooked else "autograd"
         )
-        phase.run(body, (constants, scaling.numbers()), source=source, step=self._training.step)
+        phase.run(body, (constants, scaling.numbers()), source=source, step=training.step)
+        training.report.update_waits = phase.waits
         if phase.replayed:
             step.update_replayed = True
-            self._training.report.update_replayed()
+            training.report.update_replayed()
         for problem in filter(None, (phase.problem, phase.restless)):
-            self._training.note(problem)
+            training.note(problem)
         if phase.problem is not None:
             self._drop_update()
 
