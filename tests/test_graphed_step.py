@@ -531,7 +531,8 @@ def test_tensors_replaced_in_mid_run(change):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F} {B} {O}")
+    # the optimizer keeps the old parameters, which have no gradients: there is nothing to update
+    both(script, replays=30, plan="{F} {B} O" if change is _assigned_state_dict else "{F} {B} {O}")
 
 
 class Square(Net):

@@ -159,7 +159,8 @@ class OptimizerGraph:
             )
         constants = constants, self._program.scaling.numbers()
         self._phase.run(body, constants, source="regions", step=self.runs)
-        self.replayed, self._report.update_waits = self._phase.replayed, self._phase.waits
+        self.replayed = self._phase.replayed
+        self._report.update_waited(self._phase.waits)
         if self.replayed:
             self._replays += 1
             self._report.update_replayed()

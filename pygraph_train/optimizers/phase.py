@@ -57,6 +57,16 @@ _MOST_SETS = 4
 _Key = tuple[Source, tuple[bool, ...]]
 """Who has left the gradients, and which parameters have none; empty where all have one."""
 
+_MOVING = (
+    "Gradients have moved between the latest steps, and the optimizer's graph waits until they lie at the same "
+    "addresses, for some 16 steps; after them it works on copies"
+)
+
+_NO_GRADIENT = (
+    "None of the optimizer's parameters had a gradient in the latest step. Make the optimizer behind what replaces "
+    "parameters, as load_state_dict(assign=True) does"
+)
+
 _grad = operator.attrgetter("grad")
 
 
@@ -75,7 +85,7 @@ class OptimizerPhase:
         problem: why there are no more graphs, None while there may be.
         restless: why there is none while gradients move, where the last `run` found that.
         replayed: whether the last `run` was a replay of a verified graph.
-        waits: whether there is none yet because gradients have moved lately.
+        waits: why the last `run` waited for a graph, "" where it did not.
     """
 
     def __init__(
@@ -90,7 +100,7 @@ class OptimizerPhase:
         assert program.optimizer is not None
         self.problem: Problem | None = None
         self.restless: Problem | None = None
-        self.replayed = self.waits = False
+        self.replayed, self.waits = False, ""
         self._program = program
         self._optimizer = program.optimizer
         self._preparation = preparation
@@ -114,7 +124,7 @@ class OptimizerPhase:
             source: who has left the gradients.
             step: the training step, for the report.
         """
-        self.replayed, self.waits, self.restless = False, False, None
+        self.replayed, self.waits, self.restless = False, "", None
         if self.problem is not None:
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -140,7 +150,7 @@ class OptimizerPhase:
                 return body()
         if capture is None or not capture.reaches(layout):
             if capture is not None and not place.settled(self._replays, capture.replays):
-                self.waits = True
+                self.waits = _MOVING
                 return self._run_prepared(body)
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
@@ -148,10 +158,11 @@ class OptimizerPhase:
             if not self._preparation.state.as_left():
                 self._runs = {key: min(runs, _RUNS_BEFORE_CAPTURE - 1) for key, runs in self._runs.items()}
             if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+                self.waits = "" if layout.addresses else _NO_GRADIENT
                 self._runs[key] += 1
                 return self._run_prepared(body)
             if capture is None and not place.settled(self._replays):
-                self.waits = True
+                self.waits = _MOVING
                 return self._run_prepared(body)
             if (moving := place.why_no_copies(gradients, self._engine.memory)) is not None:
                 self.restless = _outside(moving)

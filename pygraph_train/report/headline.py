@@ -17,11 +17,6 @@ _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER:
 
 _NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."
 _WARM_UP = "Graphs begin after a warm-up, and it has not ended."
-_WAITS = (
-    "Gradients have moved between the latest steps, and the optimizer's graph waits until they lie at the same "
-    "addresses, for some 16 steps; after them it works on copies."
-)
-
 _CLOSE = 0.1
 """Phases whose shares of the steps differ by less are told as one figure."""
 
@@ -95,8 +90,8 @@ class Headline:
         self._other = next((note for part in self._parts for note in part.notes), "")
         if self._other or not total.made:
             return _sentence(self._other)
-        if missing == [Phase.OPTIMIZER] and any(part.update_waits for part in self._parts):
-            return _WAITS
+        if missing == [Phase.OPTIMIZER] and any(waits := [part.update_waits for part in self._parts]):
+            return _sentence(max(waits))
         return _NO_REASON if any(map(total.phase, Phase)) else _WARM_UP
 
     def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:

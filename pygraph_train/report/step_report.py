@@ -68,7 +68,7 @@ class StepReport(Printed):
     first_replay_step: int | None = None
     first_replay_seconds: float | None = None
     optimizer_steps_replayed: int = 0
-    update_waits: bool = False  # for gradients that lie where those of the step before did
+    update_waits: str = ""
     verify_seconds: float = 0.0
     audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)
@@ -110,6 +110,10 @@ class StepReport(Printed):
     def update_replayed(self) -> None:
         """An update came from a graph of its own."""
         self.optimizer_steps_replayed += 1
+
+    def update_waited(self, why: str) -> None:
+        """Why the latest update had no graph, where later ones may have; "" where it had one."""
+        self.update_waits = why
 
     def timed(self, with_graphs: float, without: float) -> None:
         """Steps with graphs and steps without were timed, one kind after the other. Seconds of one step."""

@@ -176,7 +176,7 @@ class PhaseRunner:
             "graph" if regions.replays and not regions.plain and not regions.hooked else "autograd"
         )
         phase.run(body, (constants, scaling.numbers()), source=source, step=training.step)
-        training.report.update_waits = phase.waits
+        training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
             training.report.update_replayed()
