@@ -215,6 +215,14 @@ def _together(cases: Iterable[Case], faults: int) -> Iterator[Sequence[Case]]:
     yield from open_.values()
 
 
+_JOINT = "; "
+
+
+def named(row: Mapping[str, str]) -> list[str]:
+    """The cases of a row of --out, without the lines of their functions."""
+    return [re.sub(r"\.py:\d+ ", ".py ", case) for case in row["case"].split(_JOINT)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--front", action="append", choices=list(FRONT_ENDS))
@@ -226,6 +234,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--out")
+    parser.add_argument(
+        "--without", action="append", default=[], help="what --out of an earlier run has tried"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     front_ends.quiet()
@@ -244,15 +255,18 @@ def main() -> int:
     random.Random(options.seed).shuffle(cases)
     if options.only:
         cases = [case for case in cases if options.only in str(case.function)]
+    tried = {
+        case for file in options.without for row in json.loads(Path(file).read_text()) for case in named(row)
+    }
+    cases = [case for case in cases if not tried.issuperset(named({"case": str(case)}))]
     counts: Counter[tuple[str, str]] = Counter()
     rows = []
     trainings = list(_together(cases, options.faults))
     for planted, outcome in outcomes(trainings, options.jobs, options.seconds):
         counts[planted[0].front, outcome.what] += 1
-        named = "; ".join(map(str, planted))
-        rows.append({"case": named, "outcome": outcome.what, "text": outcome.text})
+        rows.append({"case": _JOINT.join(map(str, planted)), "outcome": outcome.what, "text": outcome.text})
         if outcome.what not in (SURVIVED, MISSED):
-            print(f"{outcome.what}: {named}", flush=True)
+            print(f"{outcome.what}: {rows[-1]['case']}", flush=True)
     for front in fronts:
         print(front, {what: n for (f, what), n in sorted(counts.items()) if f == front})
     if options.out:
