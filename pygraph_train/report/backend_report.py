@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from pygraph_train.report.printing import as_text
+from pygraph_train.report.printing import Printed
 
 __all__ = ["BackendReport", "RegionRecord"]
 
@@ -35,7 +35,7 @@ class RegionRecord:
 
 
 @dataclass
-class BackendReport:
+class BackendReport(Printed):
     """All regions compiled so far in this process, in the order of compilation."""
 
     regions: list[RegionRecord]
@@ -49,12 +49,15 @@ class BackendReport:
         """Plain data, for JSON."""
         return {"settled": self.settled, "regions": [dataclasses.asdict(r) for r in self.regions]}
 
-    def __str__(self) -> str:
+    def headline(self) -> str:
+        """How many runs came from graphs."""
         replays, plain = (sum(getattr(r, name) for r in self.regions) for name in ("replays", "plain_runs"))
-        first = f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
-        rows = [
+        return f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
+
+    def rows(self) -> list[tuple[str, str]]:
+        """A line for each region."""
+        return [
             (r.name, f"{r.decision}, {r.replays} replays, {r.plain_runs} without a graph{why}{where}")
             for r in self.regions
             for why, where in [(f": {r.reason}" * bool(r.reason), f"\n  from {r.where}" * bool(r.where))]
         ]
-        return as_text(first, rows)

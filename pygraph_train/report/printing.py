@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,7 +52,26 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 class Printed:
-    """What prints its text, also with `rich.print`."""
+    """A first line and a table: `print`, `rich.print` and notebooks show them."""
+
+    def headline(self) -> str:
+        """The first line."""
+        raise NotImplementedError
+
+    def rows(self) -> Rows:
+        """The lines of the table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self.headline(), self.rows())
+
+    def _repr_html_(self) -> str:
+        left = "style='text-align: left; white-space: pre-wrap'"
+        rows = "".join(
+            f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(shortened(text))}</td></tr>"
+            for name, text in self.rows()
+        )
+        return f"<p>{escape(shortened(_TITLE + self.headline()))}</p><table>{rows}</table>"
 
     def __rich__(self) -> Any:
         from rich.text import Text
@@ -65,5 +85,10 @@ class VerboseReport(Printed):
 
     report: StepReport
 
-    def __str__(self) -> str:
-        return as_text(self.report.headline(), self.report.rows(verbose=True))
+    def headline(self) -> str:
+        """That of the report."""
+        return self.report.headline()
+
+    def rows(self) -> Rows:
+        """All of them."""
+        return self.report.rows(verbose=True)

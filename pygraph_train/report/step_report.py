@@ -12,7 +12,7 @@ from typing import Any
 from pygraph_train.plans import Phase, Plan
 from pygraph_train.problems import Problem
 from pygraph_train.report.headline import Headline
-from pygraph_train.report.printing import Printed, VerboseReport, as_text
+from pygraph_train.report.printing import Printed, VerboseReport
 from pygraph_train.report.progress import Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
 
@@ -246,6 +246,3 @@ class StepReport(Printed):
     def verbose(self) -> VerboseReport:
         """The report with all of its rows, to be printed: `print(report.verbose())`."""
         return VerboseReport(self)
-
-    def __str__(self) -> str:
-        return as_text(self.headline(), self.rows())
