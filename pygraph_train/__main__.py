@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run a training script without and with pygraph-train, and compare",
         description="Options of bench stand before the script, and those of the script behind it.",
     )
-    bench.add_argument("--steps", type=int, help="end each run after so many optimizer steps")
+    bench.add_argument("--steps", type=int, default=0, help="end each run after so many optimizer steps")
     for command in (explain, bench, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     bench.add_argument("script", metavar="script.py", help="a file, which runs as python script.py runs it")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "bench":
-            result, good = _bench(options.script, options.arguments, options.steps), True
+            result, good = _bench(options), True
         else:
             result, good = _doctor() if options.command == "doctor" else _explain(options.target)
     except _Mistake as mistake:
@@ -84,14 +84,12 @@ def _doctor() -> tuple[Any, bool]:
     return found, found.usable
 
 
-def _bench(script: str, arguments: Sequence[str], steps: int | None) -> Any:
-    from pygraph_train.diagnosis.bench import Failed, compare
+def _bench(options: argparse.Namespace) -> Any:
+    from pygraph_train.diagnosis.bench import compare
 
-    if steps is not None and steps < 2:
-        raise _Mistake("--steps takes a whole number of 2 or more: a time lies between two steps")
     try:
-        return compare(script, arguments, steps)
-    except Failed as error:
+        return compare(options.script, options.arguments, options.steps)
+    except ValueError as error:
         raise _Mistake(str(error)) from error
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pygraph_train.__main__ import main
 from pygraph_train.diagnosis import doctor
-from pygraph_train.diagnosis.bench import Comparison, Figures
+from pygraph_train.diagnosis.bench import Comparison
 
 pytestmark = pytest.mark.passes_without_graphs("nothing is trained")
 
@@ -278,23 +278,23 @@ def test_bench_runs_a_script_without_and_with_the_library(
 
 
 def test_bench_prints_both_runs_side_by_side() -> None:
-    runs = [Figures(9, ms, 3.0, 512.0, "device", 0.25, f"headline {ms}") for ms in (4.0, 2.0)]
+    of_both = {"steps": 9, "seconds": 3.0, "memory_mib": 512, "memory_of": "device", "loss": 0.25}
+    runs = [{**of_both, "ms": ms, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
     text = str(Comparison(*runs))
     assert text.startswith("pygraph-train: a step takes 2.00 ms with the library and 4.00 ms without it, so")
     assert "it is 2.00 times as fast. The" in " ".join(text.split())
     assert "headline 2.0" in text and "headline 4.0" not in text
     table = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", text, re.MULTILINE))
-    assert table["ms per step"].split() == ["4.00", "2.00"]
+    assert table["ms per step"].split() == ["4.0", "2.0"]
     assert table["peak MiB of the device"].split() == ["512", "512"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{}", "9", "--raises"], "failed in the run without pygraph-train (PYGRAPH_DISABLE=1)"),
-        (["{}", "1"], "made 1 steps of optimizers of torch in the run without"),
+        (["{}", "9", "--raises"], "train.py with PYGRAPH_DISABLE=1 failed with exit status 1"),
+        (["{}", "1"], "made fewer than two steps with optimizers"),
         (["absent.py"], "there is no file absent.py"),
-        (["--steps", "1", "{}"], "--steps takes a whole number of 2 or more"),
     ],
 )
 @pytest.mark.quick

@@ -54,24 +54,17 @@ def _wrapped(line: str, width: int) -> list[str]:
 class Printed:
     """A first line and a table: `print`, `rich.print` and notebooks show them."""
 
-    def headline(self) -> str:
-        """The first line."""
-        raise NotImplementedError
-
-    def rows(self) -> Rows:
-        """The lines of the table."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
+    def __str__(self: Any) -> str:
         return as_text(self.headline(), self.rows())
 
-    def _repr_html_(self) -> str:
-        left = "style='text-align: left; white-space: pre-wrap'"
-        rows = "".join(
-            f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(shortened(text))}</td></tr>"
+    def _repr_html_(self: Any) -> str:
+        cell = "style='text-align: left; white-space: pre-wrap'>"
+        rows = [
+            f"<th {cell}{escape(name)}</th><td {cell}{escape(shortened(text))}</td>"
             for name, text in self.rows()
-        )
-        return f"<p>{escape(shortened(_TITLE + self.headline()))}</p><table>{rows}</table>"
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(shortened(_TITLE + self.headline()))}</p><table>{table}</table>"
 
     def __rich__(self) -> Any:
         from rich.text import Text
