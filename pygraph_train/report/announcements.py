@@ -6,7 +6,7 @@ import functools
 import logging
 
 from pygraph_train.boundary import arranged, quietly
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
 from pygraph_train.torch_private.names import GRAPHS, lacking
 
 __all__ = [
@@ -47,7 +47,7 @@ def tell_once(text: str) -> None:
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
+def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> None:
     """Warn that graphs are off, unless `engine="off"` was asked for.
 
     Args:

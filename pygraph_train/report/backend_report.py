@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pygraph_train.report.printing import Printed
@@ -36,9 +36,10 @@ class RegionRecord:
 
 @dataclass
 class BackendReport(Printed):
-    """All regions compiled so far in this process, in the order of compilation."""
+    """All regions compiled so far in this process, in the order of compilation, and why others have no graphs."""
 
     regions: list[RegionRecord]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def settled(self) -> bool:
@@ -47,7 +48,7 @@ class BackendReport(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"settled": self.settled, "regions": [dataclasses.asdict(r) for r in self.regions]}
+        return {"settled": self.settled, **dataclasses.asdict(self)}
 
     def headline(self) -> str:
         """How many runs came from graphs."""
@@ -60,4 +61,4 @@ class BackendReport(Printed):
             (r.name, f"{r.decision}, {r.replays} replays, {r.plain_runs} without a graph{why}{where}")
             for r in self.regions
             for why, where in [(f": {r.reason}" * bool(r.reason), f"\n  from {r.where}" * bool(r.where))]
-        ]
+        ] + [("note", text) for text in self.notes]

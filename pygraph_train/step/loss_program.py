@@ -32,7 +32,13 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of
-from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, tell_once, tell_why_off
+from pygraph_train.report.announcements import (
+    NO_DEVICE,
+    graphs_are_off,
+    switched_off,
+    tell_once,
+    tell_why_off,
+)
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.not_copied import NotCopied
@@ -77,7 +83,8 @@ class LossSteps(NotCopied):
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
-            self._report.note(graphs_are_off("steps run as you wrote them"))
+            off = config.engine == "off" or switched_off() is not None
+            self._report.note(graphs_are_off("steps run as you wrote them") if off else why_off)
             tell_why_off(config, why_off)
         else:
             self._runner = arranged(
