@@ -117,8 +117,10 @@ def backend(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable
 @pytest.mark.parametrize("front_end", [graphed_step, lightning, accelerate, backend])
 def test_a_graph_that_is_lost_ends_the_training(front_end: Callable[..., None], change: str) -> None:
     make, reason = CHANGES[change]
-    if front_end is backend and reason is not MOVED:
-        pytest.skip("the backend sees no optimizer, and Dynamo calls it no more after too many traces")
+    if front_end is backend and change != "new addresses":
+        pytest.skip(
+            "the backend sees no optimizer, new parameters get graphs, and it is not called after many traces"
+        )
     torch.compiler.reset()
     model = Changing()
     optimizer = adamw(model)
