@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.printing import Printed
 from pygraph_train.report.step_report import StepReport
 
@@ -63,11 +62,8 @@ class Comparison(Printed):
 
 
 def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
-    """Run a script twice, as `python script.py` runs it. What it prints goes to stderr.
+    """Run a script twice, as `python script.py` runs it, for so many optimizer steps (0: to its end).
 
-    Args:
-        script, arguments: the file, and what it is called with.
-        steps: of optimizers, after which a run ends; 0: when the script ends.
     Raises:
         ValueError: a run has failed, or made fewer than two steps.
     """
@@ -94,46 +90,35 @@ class _Clock:
     """Sees the steps of optimizers, in the process of a run that ends after `most` of them."""
 
     def __init__(self, most: int) -> None:
-        self.ends: list[Any] = []
-        self.loss: Any = None
-        self._most, self._within = most, False
+        self.ends, self.loss, self._most, self._within = list[Any](), None, most, False
 
     def updated(self, *_: Any) -> None:
         """An optimizer has made a step: a hook of all optimizers, which no replay needs."""
-        if self._within:
-            return
-        on_device = torch.cuda.is_initialized()
-        self.ends.append(torch.cuda.Event(enable_timing=True) if on_device else time.perf_counter())
-        if on_device:
-            self.ends[-1].record()
-        if 0 < self._most <= len(self.ends):
-            raise _Enough
+        if not self._within:
+            on_device = torch.cuda.is_initialized()
+            self.ends.append(torch.cuda.Event(enable_timing=True) if on_device else time.perf_counter())
+            if on_device:
+                self.ends[-1].record()
+            if 0 < self._most <= len(self.ends):
+                raise _Enough
 
     updated.__pygraph_counts__ = True  # type: ignore[attr-defined]
 
-    def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Count each call of a method as one step: a replay calls no step of the optimizer, a capture several."""
+    def around(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count a call as one step: a replay calls no step of the optimizer, and a capture several."""
+        before, self._within = self._within, True
+        try:
+            result = stock(*args, **kwargs)
+        finally:
+            self._within = before
+        self.updated()
+        return result
 
-        def made(*args: Any, **kwargs: Any) -> Any:
-            before, self._within = self._within, True
-            try:
-                result = stock(*args, **kwargs)
-            finally:
-                self._within = before
-            self.updated()
-            return result
-
-        return made
-
-    def before(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self, stock: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.backward`, which keeps the value of its tensor where the run may end with this step."""
-
-        def made(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(self.ends) + 1 >= self._most and tensor.numel() == 1:
-                self.loss = tensor.detach().clone()
-            return backward(tensor, *args, **kwargs)
-
-        return made
+        if len(self.ends) + 1 >= self._most and tensor.numel() == 1:
+            self.loss = tensor.detach().clone()
+        return stock(tensor, *args, **kwargs)
 
     def median(self) -> float:
         """Milliseconds from one step to the next, in the last half of them: of the device, where there is one."""
@@ -159,32 +144,25 @@ def _headline(reports: list[Any]) -> str:
 def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
     clock, reports = _Clock(int(steps)), list[Any]()
     register_optimizer_step_post_hook(clock.updated)
-    for owner, name in ((OptimizerPhase, "run"), (OptimizerSet, "step")):
-        setattr(owner, name, clock.around(getattr(owner, name)))
-    torch.Tensor.backward = clock.before(torch.Tensor.backward)  # type: ignore[method-assign, assignment]
-    for kind in (StepReport, LoopReport):
-        kind.__new__ = lambda cls, *_, **__: reports.append(object.__new__(cls)) or reports[-1]  # type: ignore
+    replaced = (OptimizerPhase, "run", clock.around), (OptimizerSet, "step", clock.around)
+    for owner, name, call in (*replaced, (torch.Tensor, "backward", clock.backward)):
+        stock = getattr(owner, name)
+        setattr(owner, name, lambda *args, _call=call, _stock=stock, **kwargs: _call(_stock, *args, **kwargs))
+    StepReport.__new__ = lambda cls, *_, **__: reports.append(object.__new__(cls)) or reports[-1]  # type: ignore
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     started = time.perf_counter()
     try:
         runpy.run_path(script, run_name="__main__")
-    except _Enough:
-        pass
-    except SystemExit as error:
-        if error.code:
+    except (_Enough, SystemExit) as error:
+        if getattr(error, "code", 0):
             raise
     ms, on_device = clock.median(), torch.cuda.is_initialized()  # the device has finished
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    found = {
-        "steps": len(clock.ends),
-        "ms": round(ms, 3),
-        "seconds": round(seconds, 2),
-        "memory_mib": torch.cuda.max_memory_reserved() >> 20 if on_device else peak,
-        "memory_of": "device" if on_device else "process",
-        "loss": None if clock.loss is None else clock.loss.item(),
-        "headline": _headline(reports),
-    }
+    found: dict[str, Any] = {"steps": len(clock.ends), "ms": round(ms, 3), "seconds": round(seconds, 2)}
+    found["memory_mib"] = torch.cuda.max_memory_reserved() >> 20 if on_device else peak
+    found |= {"memory_of": "device" if on_device else "process", "headline": _headline(reports)}
+    found["loss"] = None if clock.loss is None else float(f"{clock.loss.item():.7g}")
     Path(out).write_text(json.dumps(found))
 
 
