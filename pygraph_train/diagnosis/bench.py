@@ -47,13 +47,11 @@ class Comparison(Printed):
         return {"without": self.without, "with": self.graphed, "ratio": ratio}
 
     def headline(self) -> str:
-        """The times, and the first line of the report."""
         ms = f"{self.graphed['ms']:.2f} ms with the library and {self.without['ms']:.2f} ms without it"
         ratio, told = f"{self.to_dict()['ratio']:.2f} times as fast", self.graphed["headline"]
         return f"a step takes {ms}, so it is {ratio}. The report of the run with it: {told}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """One for each figure."""
         rows = {**_ROWS, f"peak MiB of the {self.without['memory_of']}": "memory_mib"}
         cells = [
             (name, [str(run[key]) for run in (self.without, self.graphed)]) for name, key in rows.items()
@@ -67,14 +65,12 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
     Raises:
         ValueError: a run has failed, or made fewer than two steps.
     """
-    if not Path(script).is_file():
-        raise ValueError(f"there is no file {script}")
     with tempfile.TemporaryDirectory() as folder:
-        given = [str(steps), script, *arguments]
-        return Comparison(*(_run(Path(folder, disable), disable, given) for disable in ("1", "0")))
+        runs = [_run(Path(folder, off), off, str(steps), script, *arguments) for off in ("1", "0")]
+    return Comparison(*runs)
 
 
-def _run(out: Path, disable: str, given: list[str]) -> dict[str, Any]:
+def _run(out: Path, disable: str, *given: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "pygraph_train.diagnosis.bench", str(out), *given]
     done = subprocess.run(command, env={**os.environ, "PYGRAPH_DISABLE": disable}, stdout=2, check=False)
     run = f"the run of {given[1]} with PYGRAPH_DISABLE={disable}"
@@ -135,7 +131,7 @@ def _headline(reports: list[Any]) -> str:
     """First line of the report on the training with the most steps."""
     size = {id(r): sum(part.progress().made for part in r.parts()) for r in reports}
     backend: Any = sys.modules.get("pygraph_train.backend")
-    if backend is not None and not any(size.values()) and backend.report().regions:
+    if backend is not None and not any(size.values()):
         return str(backend.report().headline())
     reports.sort(key=lambda r: (-size[id(r)], -len(r.notes + r.fallbacks)))
     return str(reports[0].headline()) if reports else "the script uses nothing of pygraph-train."

@@ -51,14 +51,16 @@ class BackendReport(Printed):
         return {"settled": self.settled, **dataclasses.asdict(self)}
 
     def headline(self) -> str:
-        """How many runs came from graphs."""
         replays, plain = (sum(getattr(r, name) for r in self.regions) for name in ("replays", "plain_runs"))
-        return f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
+        notes = "".join(f" {note[0].upper()}{note[1:]}." for note in self.notes)
+        return (
+            f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
+            + notes
+        )
 
     def rows(self) -> list[tuple[str, str]]:
-        """A line for each region."""
         return [
             (r.name, f"{r.decision}, {r.replays} replays, {r.plain_runs} without a graph{why}{where}")
             for r in self.regions
             for why, where in [(f": {r.reason}" * bool(r.reason), f"\n  from {r.where}" * bool(r.where))]
-        ] + [("note", text) for text in self.notes]
+        ]

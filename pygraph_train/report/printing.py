@@ -79,9 +79,7 @@ class VerboseReport(Printed):
     report: StepReport
 
     def headline(self) -> str:
-        """That of the report."""
         return self.report.headline()
 
     def rows(self) -> Rows:
-        """All of them."""
         return self.report.rows(verbose=True)

@@ -32,13 +32,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of
-from pygraph_train.report.announcements import (
-    NO_DEVICE,
-    graphs_are_off,
-    switched_off,
-    tell_once,
-    tell_why_off,
-)
+from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.not_copied import NotCopied
@@ -83,9 +77,8 @@ class LossSteps(NotCopied):
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
-            off = config.engine == "off" or switched_off() is not None
-            self._report.note(graphs_are_off("steps run as you wrote them") if off else why_off)
-            tell_why_off(config, why_off)
+            told = tell_why_off(config, why_off)
+            self._report.note(told or graphs_are_off("steps run as you wrote them"))
         else:
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed
