@@ -53,15 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor = commands.add_parser("doctor", help="list versions and settings, and say what works here")
     bench = commands.add_parser(
-        "bench",
-        help="run a training script without and with pygraph-train, and compare",
-        description="Options of bench stand before the script, and those of the script behind it.",
+        "bench", help="run a training script without and with pygraph-train, and compare"
     )
-    bench.add_argument("--steps", type=int, default=0, help="end each run after so many optimizer steps")
+    bench.add_argument("--steps", type=int, default=0, help="end runs after so many optimizer steps")
     for command in (explain, bench, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     bench.add_argument("script", metavar="script.py", help="a file, which runs as python script.py runs it")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of the script; those of bench stand before it"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "bench":

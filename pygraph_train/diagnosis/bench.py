@@ -27,8 +27,6 @@ from pygraph_train.report.step_report import StepReport
 
 __all__ = ["Comparison", "compare"]
 
-_ROWS = {"ms per step": "ms", "seconds of the whole run": "seconds", "last loss": "loss", "steps": "steps"}
-
 
 class _Enough(BaseException):
     """The run has made all steps that were asked for. No `except Exception` of the script takes it."""
@@ -43,20 +41,16 @@ class Comparison(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """For `json.dumps`. `ratio` says how many times as fast a step is with the library."""
-        ratio = self.without["ms"] / self.graphed["ms"]
+        ratio = self.without["ms_per_step"] / self.graphed["ms_per_step"]
         return {"without": self.without, "with": self.graphed, "ratio": ratio}
 
     def headline(self) -> str:
-        ms = f"{self.graphed['ms']:.2f} ms with the library and {self.without['ms']:.2f} ms without it"
-        ratio, told = f"{self.to_dict()['ratio']:.2f} times as fast", self.graphed["headline"]
-        return f"a step takes {ms}, so it is {ratio}. The report of the run with it: {told}"
+        told = f"a step is {self.to_dict()['ratio']:.2f} times as fast with the library"
+        return f"{told}. The report of the run with it: {self.graphed['headline']}"
 
     def rows(self) -> list[tuple[str, str]]:
-        rows = {**_ROWS, f"peak MiB of the {self.without['memory_of']}": "memory_mib"}
-        cells = [
-            (name, [str(run[key]) for run in (self.without, self.graphed)]) for name, key in rows.items()
-        ]
-        return [(name, f"{a:>12} {b:>12}") for name, (a, b) in [("", ["without", "with"]), *cells]]
+        pairs = [(key.replace("_", " "), self.without[key], self.graphed[key]) for key in self.without]
+        return [(name, f"{a!s:>12} {b!s:>12}") for name, a, b in [("", "without", "with"), *pairs[:-1]]]
 
 
 def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
@@ -65,21 +59,18 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
     Raises:
         ValueError: a run has failed, or made fewer than two steps.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [_run(Path(folder, off), off, str(steps), script, *arguments) for off in ("1", "0")]
+    runs = []
+    for disable in ("1", "0"):
+        with tempfile.TemporaryDirectory() as folder:
+            out, run = Path(folder, "figures"), f"the run of {script} with PYGRAPH_DISABLE={disable}"
+            command = [sys.executable, "-m", __spec__.name, str(out), str(steps), script, *arguments]
+            environment = {**os.environ, "PYGRAPH_DISABLE": disable}
+            if status := subprocess.run(command, env=environment, stdout=2, check=False).returncode:
+                raise ValueError(f"{run} failed with exit status {status}. What it said is above")
+            runs.append(json.loads(out.read_text()))
+        if runs[-1]["steps"] < 2:
+            raise ValueError(f"{run} made fewer than two steps with optimizers of torch, so it has no times")
     return Comparison(*runs)
-
-
-def _run(out: Path, disable: str, *given: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pygraph_train.diagnosis.bench", str(out), *given]
-    done = subprocess.run(command, env={**os.environ, "PYGRAPH_DISABLE": disable}, stdout=2, check=False)
-    run = f"the run of {given[1]} with PYGRAPH_DISABLE={disable}"
-    if done.returncode or not out.exists():
-        raise ValueError(f"{run} failed with exit status {done.returncode}. What it said is above")
-    found: dict[str, Any] = json.loads(out.read_text())
-    if found["steps"] < 2:
-        raise ValueError(f"{run} made fewer than two steps with optimizers of torch, so there are no times")
-    return found
 
 
 class _Clock:
@@ -155,10 +146,15 @@ def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
     ms, on_device = clock.median(), torch.cuda.is_initialized()  # the device has finished
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    found: dict[str, Any] = {"steps": len(clock.ends), "ms": round(ms, 3), "seconds": round(seconds, 2)}
-    found["memory_mib"] = torch.cuda.max_memory_reserved() >> 20 if on_device else peak
-    found |= {"memory_of": "device" if on_device else "process", "headline": _headline(reports)}
-    found["loss"] = None if clock.loss is None else float(f"{clock.loss.item():.7g}")
+    loss = None if clock.loss is None else float(f"{clock.loss.item():.7g}")
+    found: dict[str, Any] = {
+        "ms_per_step": round(ms, 3),
+        "seconds": round(seconds, 2),
+        "last_loss": loss,
+        "steps": len(clock.ends),
+    }
+    found["peak_mib"] = torch.cuda.max_memory_reserved() >> 20 if on_device else peak
+    found |= {"peak_of": "device" if on_device else "process", "headline": _headline(reports)}
     Path(out).write_text(json.dumps(found))
 
 
