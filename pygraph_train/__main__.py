@@ -1,4 +1,4 @@
-"""`python -m pygraph_train explain train.py:example` and `python -m pygraph_train doctor`."""
+"""`python -m pygraph_train explain train.py:example`, `... bench train.py` and `... doctor`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. `explain`: 0 where nothing keeps the step from being one graph, else 1. `doctor`: 0 where
-        steps can run from CUDA graphs on this machine, else 1. Both: 2 where the command was called wrongly.
+        steps can run from CUDA graphs on this machine, else 1. `bench`: 0 where both runs were measured. All: 2
+        where the command was called wrongly, or a run of `bench` failed.
     """
     parser = argparse.ArgumentParser(prog="python -m pygraph_train")
     parser.add_argument("--version", action="version", version=f"pygraph-train {__version__}")
@@ -51,11 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "target", metavar="script.py:function", help="a file or module, and a function in it"
     )
     doctor = commands.add_parser("doctor", help="list versions and settings, and say what works here")
-    for command in (explain, doctor):
+    bench = commands.add_parser(
+        "bench", help="run a training script without and with pygraph-train, and compare"
+    )
+    bench.add_argument("--steps", type=int, default=0, help="end runs after so many optimizer steps")
+    for command in (explain, bench, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
+    bench.add_argument("script", metavar="script.py", help="a file, which runs as python script.py runs it")
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of the script; those of bench stand before it"
+    )
     options = parser.parse_args(arguments)
     try:
-        result, good = _doctor() if options.command == "doctor" else _explain(options.target)
+        if options.command == "bench":
+            result, good = _bench(options), True
+        else:
+            result, good = _doctor() if options.command == "doctor" else _explain(options.target)
     except _Mistake as mistake:
         print(f"pygraph: {mistake}", file=sys.stderr)
         return 2
@@ -70,6 +82,15 @@ def _doctor() -> tuple[Any, bool]:
         raise _Mistake(f"a package that pygraph-train needs cannot be imported: {error}") from error
     found = check()
     return found, found.usable
+
+
+def _bench(options: argparse.Namespace) -> Any:
+    from pygraph_train.diagnosis.bench import compare
+
+    try:
+        return compare(options.script, options.arguments, options.steps)
+    except ValueError as error:
+        raise _Mistake(str(error)) from error
 
 
 def _explain(target: str) -> tuple[Any, bool]:

@@ -22,7 +22,7 @@ from pygraph_train.core.region import PhaseRegion, PhaseRegions
 from pygraph_train.graphs.devices import make_engine
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
-from pygraph_train.report.announcements import switched_off
+from pygraph_train.report.announcements import NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.step.outside import what_watches
 from pygraph_train.torch_private.autograd import compiled_autograd_wanted, is_transformed
@@ -75,7 +75,8 @@ def report() -> BackendReport:
     """What became of the regions of this process: of those that exist, and of the last ones that did."""
     found: list[RegionRecord] = []
     quietly(*(lambda rows=rows: found.extend(rows.records()) for rows in _rows))  # type: ignore[misc]
-    return BackendReport(found)
+    without = not torch.cuda.is_available() and ("auto", torch.device("cpu")) in _engines
+    return BackendReport(found, [NO_DEVICE] * without)
 
 
 def reset() -> None:
@@ -90,7 +91,9 @@ def reset() -> None:
 
 def _compiled(gm: GraphModule, examples: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
     engine = None
-    if not (switched_off() or compiled_autograd_wanted() or is_transformed()):
+    if switched_off():
+        tell_why_off(options)
+    elif not (compiled_autograd_wanted() or is_transformed()):
         engine = _engine_for(options, examples)
     if engine is None:
         return inductor(gm, examples, options.inductor) if options.compile else gm.forward
@@ -104,6 +107,8 @@ def _engine_for(options: BackendOptions, examples: Sequence[Any]) -> Engine | No
     key = (options.engine, device)
     if key not in _engines:
         _engines[key] = make_engine(options.engine, device)
+    if _engines[key] is None and not torch.cuda.is_available():  # else it is a graph of CPU tensors
+        tell_why_off(options)
     return _engines[key]
 
 

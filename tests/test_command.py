@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from pygraph_train.__main__ import main
 from pygraph_train.diagnosis import doctor
+from pygraph_train.diagnosis.bench import Comparison
 
 pytestmark = pytest.mark.passes_without_graphs("nothing is trained")
 
@@ -221,3 +223,83 @@ def test_doctor_never_raises(with_device: pytest.MonkeyPatch) -> None:
         with_device.setattr(torch.cuda, name, fails)
     found = doctor.check()
     assert not found.usable and "the driver is broken" in str(found)
+
+
+TRAINING = """
+import sys
+import torch
+from pygraph_train import GraphedStep
+from beside import SIZE
+
+steps = int(sys.argv[1])
+if sys.argv[2:] == ["--raises"]:
+    raise ValueError("no data")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(SIZE, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+def loss_of(x):
+    return model(x).square().mean()
+
+step = GraphedStep(loss_of, model=model, optimizer=optimizer, engine="emulated", warmup_steps=2)
+print("training", __name__)
+for x in torch.randn(steps, 4, SIZE):
+    try:
+        step(x)
+    except Exception:
+        print("the script has caught it")
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> str:
+    (tmp_path / "beside.py").write_text("SIZE = 6\n")
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    return str(path)
+
+
+def test_bench_runs_a_script_without_and_with_the_library(
+    training: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYGRAPH_DISABLE", "1")
+    assert main(["bench", "--json", "--steps", "24", training, "1000"]) == 0
+    printed = capfd.readouterr()
+    found = json.loads(printed.out)
+    without, graphed = found["without"], found["with"]
+    assert without["steps"] == graphed["steps"] == 24
+    assert without["last_loss"] == graphed["last_loss"] > 0
+    for run in (without, graphed):
+        assert 0 < run["ms_per_step"] < 1e3 * run["seconds"] and run["peak_mib"] > 100
+    assert found["ratio"] == without["ms_per_step"] / graphed["ms_per_step"]
+    assert "None of the 24 training steps" in without["headline"]
+    assert "of 24 training steps" in graphed["headline"] and "{F} {B} {O}" in graphed["headline"]
+    assert printed.err.count("training __main__") == 2 and "has caught it" not in printed.err
+
+
+def test_bench_prints_both_runs_side_by_side() -> None:
+    of_both = {"steps": 9, "last_loss": None, "peak_mib": 512}
+    runs = [{"ms_per_step": ms, **of_both, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
+    text = str(Comparison(*runs))
+    assert text.startswith("pygraph-train: a step is 2.00 times as fast with the library. The report")
+    assert "headline 2.0" in text and "headline 4.0" not in text
+    table = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", text, re.MULTILINE))
+    assert table["ms per step"].split() == ["4.0", "2.0"] and table["peak mib"].split() == ["512", "512"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{}", "9", "--raises"], "train.py with PYGRAPH_DISABLE=1 failed with exit status 1"),
+        (["{}", "1"], "made fewer than two steps with optimizers"),
+        (["absent.py"], "absent.py with PYGRAPH_DISABLE=1 failed"),
+    ],
+)
+@pytest.mark.quick
+def test_a_bench_without_figures_is_told_in_a_sentence(
+    training: str, capfd: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["bench", *(a.format(training) for a in arguments)]) == 2
+    printed = capfd.readouterr()
+    assert words in printed.err and not printed.out
+    assert ("ValueError: no data" in printed.err) is ("--raises" in arguments)

@@ -35,6 +35,7 @@ from pygraph_train import (  # noqa: E402
     PyGraphTrainerCallback,
     backend,
 )
+from pygraph_train.report.announcements import tell_once  # noqa: E402
 from pygraph_train.torch_private.names import lacking, tell_if_newer  # noqa: E402
 
 STEPS = 30
@@ -130,7 +131,7 @@ def graphed_step(run: Run, graphed: bool) -> None:
 def compile_backend(run: Run, graphed: bool) -> None:
     torch.compiler.reset()
     backend.reset()
-    options = {"engine": "emulated", "warmup_runs": 1, "compile": False}
+    options = {"engine": OPTIONS["engine"], "warmup_runs": 1, "compile": False}
     model = torch.compile(run.model, backend="pygraph", options=options) if graphed else run.model
     loss_fn = loss_of(model)
     for batch in batches(STEPS):
@@ -250,18 +251,48 @@ FRONT_ENDS: dict[str, tuple[Callable[..., None], int]] = {
 def test_a_loop_trains_as_plain_training_does(
     front_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, least = FRONT_ENDS[front_end]
+    _, least = FRONT_ENDS[front_end]
     for once in (lacking, tell_if_newer):  # in a process
         once.cache_clear()
+    run = equal_to_plain_training(front_end, tmp_path, caplog)
+    assert run.graphs >= least, str(run.report)
+    assert not said(caplog, logging.WARNING)
+    settled = [text for text in said(caplog, logging.INFO) if "steps ran as plan {F} {B} {O}" in text]
+    captured = [text for text in said(caplog, logging.INFO) if "captured {F} {B} in" in text]
+    assert len(captured) == 1 and (front_end == "backend" or len(settled) == 1), caplog.text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.passes_without_graphs("there is no GPU")
+def test_training_without_a_gpu_is_plain_and_says_why(
+    front_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(OPTIONS, "engine", "auto")
+    run = equal_to_plain_training(front_end, tmp_path, caplog)
+    (text,) = said(caplog, logging.WARNING)
+    assert text.startswith("pygraph: no CUDA device: training runs without graphs")
+    assert "o CUDA device: training runs without graphs" in " ".join(str(run.report).split())
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    records = [record for record in caplog.records if record.name == "pygraph_train"]
+    return [record.getMessage() for record in records if record.levelno == level]
+
+
+def equal_to_plain_training(front_end: str, folder: Path, caplog: pytest.LogCaptureFixture) -> Run:
+    """Train without the library and with it. Returns the latter."""
+    loop, _ = FRONT_ENDS[front_end]
     runs = []
-    with caplog.at_level(logging.WARNING, "pygraph_train"):
+    with caplog.at_level(logging.INFO, "pygraph_train"):
         for graphed in (False, True):
             torch.manual_seed(0)
-            runs.append(Run(tmp_path))
+            runs.append(Run(folder))
             loop(runs[-1], graphed)
     plain, with_library = runs
     assert len(plain.losses) == STEPS
     difference = differs(plain.state(), with_library.state())
     assert difference is None, difference
-    assert with_library.graphs >= least, str(with_library.report)
-    assert not [record.getMessage() for record in caplog.records if record.name == "pygraph_train"]
+    return with_library

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from training import Net, adam, adamw, batches, loss_of
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.report import step_report, table
+from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.printing import shortened
 from pygraph_train.report.progress import Progress
@@ -298,3 +300,16 @@ def test_the_graph_of_the_update_comes_when_the_option_says(steps: int) -> None:
     for batch in batches(20):
         step(batch)
     assert [capture.step for capture in step.report().captures if capture.plan == "{O}"] == [steps + 3]
+
+
+def test_a_notebook_shows_a_table() -> None:
+    report = StepReport(engine="emulated", steps=1)
+    report.fell_back(Fallback("Tensor<int> & others are <b>slow</b>", "a.py:1", "", 1))
+    report.note("first\n  <script>")
+    regions = [RegionRecord("forward 0", "forward", None, "plain", "a <reason>", 0, 0, 3)]
+    for shown in (report, report.verbose(), BackendReport(regions)):
+        html = ElementTree.fromstring(f"<body>{shown._repr_html_()}</body>")
+        assert {each.tag for each in html.iter()} == {"body", "p", "table", "tr", "th", "td"}
+        assert html.findtext("p") == f"pygraph-train: {shown.headline()}"
+        cells = [(row.findtext("th"), row.findtext("td")) for row in html.iter("tr")]
+        assert cells == list(shown.rows()) != []

@@ -44,7 +44,7 @@ from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replicas, Replication, replication_of
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem, PyGraphError, defined_at
-from pygraph_train.report.announcements import graphs_are_off, show, switched_off, tell_why_off
+from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
@@ -157,9 +157,7 @@ class PyGraphCallback(Callback):
             return
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
-            self._report.note(
-                "no CUDA device: training ran without graphs (engine='emulated' shows how graphs work)"
-            )
+            self._report.note(NO_DEVICE)
             tell_why_off(self.config)
             return
         if not pl_module.automatic_optimization:
@@ -204,8 +202,10 @@ class PyGraphCallback(Callback):
         quietly(self._detach)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give everything back."""
+        """Give everything back. After Ctrl-C no `teardown` follows."""
         quietly(self._detach)
+        if isinstance(exception, KeyboardInterrupt):
+            self.teardown(trainer, pl_module, trainer.state.fn or "")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give everything back, and show what happened."""

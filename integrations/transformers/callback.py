@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import weakref
@@ -63,11 +64,12 @@ class PyGraphTrainerCallback(TrainerCallback):
         self._report = surely(LoopReport, SETTING_UP)
         self._loop: Loop | None = None
         self._undo: Callable[[], None] = _nothing
+        self._at_exit: Callable[[], None] = _nothing  # registered while training
         self.others_graph = False  # the Trainer does so itself
 
     def __getstate__(self) -> dict[str, Any]:
         """All but graphs and their report, which are those of one process."""
-        return {**vars(self), "_report": LoopReport(), "_loop": None, "_undo": _nothing}
+        return {**vars(self), "_report": LoopReport(), "_loop": None, "_undo": _nothing, "_at_exit": _nothing}
 
     def setup(self, *_: Any, **__: Any) -> None:
         """Refuse to serve the Trainer of Lightning, which calls this.
@@ -99,6 +101,8 @@ class PyGraphTrainerCallback(TrainerCallback):
             return log.warning("pygraph: %s", _TWICE)
         loop = self._loop = Loop(self.config, args.device, unsupported(args))
         self._report = loop.report
+        # a Trainer tells its callbacks of no exception and no Ctrl-C
+        self._at_exit = atexit.register(functools.partial(show_report, loop.report, args, self.config))
         loop.left = lambda: steps_left(state)
         if not loop.active:
             return
@@ -131,6 +135,7 @@ class PyGraphTrainerCallback(TrainerCallback):
         quietly(self._release, lambda: show_report(self._report, args, self.config))
 
     def _release(self) -> None:
+        atexit.unregister(self._at_exit)
         if self._loop is not None:
             quietly(self._undo, self._loop.release)
             self._loop = None

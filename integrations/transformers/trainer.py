@@ -78,6 +78,9 @@ class PyGraphTrainerMixin(transformers.Trainer):
             callback.others_graph = True
         try:
             result = super()._inner_training_loop(*args, **kwargs)
+        except KeyboardInterrupt:
+            quietly(lambda: show_report(self._pygraph_report, self.args, config))
+            raise
         finally:
             for callback in callbacks:
                 callback.others_graph = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import operator
 import time
 import weakref
@@ -499,6 +500,8 @@ class PhaseRegion:
             slot.audits.took(time.perf_counter() - started, first=True)  # what a later one may take
         owner.recorded += 1
         owner.seconds += seconds
+        phases = "{F}" if self.inference else "{F} {B}"
+        logging.getLogger("pygraph_train").info("pygraph: captured %s in %.2f s", phases, seconds)
         return slot
 
     @contextmanager

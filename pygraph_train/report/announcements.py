@@ -6,7 +6,7 @@ import functools
 import logging
 
 from pygraph_train.boundary import arranged, quietly
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
 from pygraph_train.torch_private.names import GRAPHS, lacking
 
 __all__ = [
@@ -47,8 +47,8 @@ def tell_once(text: str) -> None:
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
-    """Warn that graphs are off, unless `engine="off"` was asked for.
+def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str | None:
+    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the reason if it was `why`.
 
     Args:
         config: options.
@@ -58,6 +58,8 @@ def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
         tell_once(_DISABLED)
     elif config.engine != "off" and lacking(GRAPHS) is None:  # which says so itself
         tell_once(why)
+        return why
+    return None
 
 
 def show(report: object) -> None:

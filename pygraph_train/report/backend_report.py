@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from pygraph_train.report.printing import as_text
+from pygraph_train.report.printing import Printed
 
 __all__ = ["BackendReport", "RegionRecord"]
 
@@ -35,10 +35,11 @@ class RegionRecord:
 
 
 @dataclass
-class BackendReport:
-    """All regions compiled so far in this process, in the order of compilation."""
+class BackendReport(Printed):
+    """All regions compiled so far in this process, in the order of compilation, and why others have no graphs."""
 
     regions: list[RegionRecord]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def settled(self) -> bool:
@@ -47,14 +48,19 @@ class BackendReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"settled": self.settled, "regions": [dataclasses.asdict(r) for r in self.regions]}
+        return {"settled": self.settled, **dataclasses.asdict(self)}
 
-    def __str__(self) -> str:
+    def headline(self) -> str:
         replays, plain = (sum(getattr(r, name) for r in self.regions) for name in ("replays", "plain_runs"))
-        first = f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
-        rows = [
+        notes = "".join(f" {note[0].upper()}{note[1:]}." for note in self.notes)
+        return (
+            f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
+            + notes
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
             (r.name, f"{r.decision}, {r.replays} replays, {r.plain_runs} without a graph{why}{where}")
             for r in self.regions
             for why, where in [(f": {r.reason}" * bool(r.reason), f"\n  from {r.where}" * bool(r.where))]
         ]
-        return as_text(first, rows)

@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,7 +52,19 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 class Printed:
-    """What prints its text, also with `rich.print`."""
+    """A first line and a table: `print`, `rich.print` and notebooks show them."""
+
+    def __str__(self: Any) -> str:
+        return as_text(self.headline(), self.rows())
+
+    def _repr_html_(self: Any) -> str:
+        cell = "style='text-align: left; white-space: pre-wrap'>"
+        rows = [
+            f"<th {cell}{escape(name)}</th><td {cell}{escape(shortened(text))}</td>"
+            for name, text in self.rows()
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(shortened(_TITLE + self.headline()))}</p><table>{table}</table>"
 
     def __rich__(self) -> Any:
         from rich.text import Text
@@ -65,5 +78,8 @@ class VerboseReport(Printed):
 
     report: StepReport
 
-    def __str__(self) -> str:
-        return as_text(self.report.headline(), self.report.rows(verbose=True))
+    def headline(self) -> str:
+        return self.report.headline()
+
+    def rows(self) -> Rows:
+        return self.report.rows(verbose=True)

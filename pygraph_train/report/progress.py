@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from pygraph_train.plans import NOTHING, Phase, Plan
 
-__all__ = ["Progress"]
+__all__ = ["RECENT", "Progress"]
 
-_RECENT = 16
+RECENT = 16
 """The plan that runs is the most frequent one of so many steps."""
 
 
@@ -32,7 +32,7 @@ class Progress:
     steps: int = 0
     elsewhere: int = 0
     ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
-    recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=RECENT))
     _updated: bool = False
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pygraph_train.plans import Phase, Plan
+from pygraph_train.plans import NOTHING, Phase, Plan
 from pygraph_train.problems import Problem
 from pygraph_train.report.headline import Headline
-from pygraph_train.report.printing import Printed, VerboseReport, as_text
-from pygraph_train.report.progress import Progress
+from pygraph_train.report.printing import Printed, VerboseReport
+from pygraph_train.report.progress import RECENT, Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
 
 __all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
+
+log = logging.getLogger("pygraph_train")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class StepReport(Printed):
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     trial_seconds: tuple[float, float] | None = None  # of a step with graphs, and of one without
     _progress: Progress = field(default_factory=Progress, repr=False)
+    _settled: Plan = field(default=NOTHING, repr=False)
 
     # -- events: everything that is written here ------------------------------------------------------
 
@@ -91,8 +95,11 @@ class StepReport(Printed):
             self._progress.elsewhere += 1
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
-        """See `Progress.step_ended`."""
+        """See `Progress.step_ended`. The log tells of each plan that many steps in a row have had. Hot path."""
         self._progress.step_ended(plan, updated=updated)
+        if plan is not self._settled and (count := self._progress.recent.count(plan)) == RECENT:
+            self._settled = plan
+            log.info("pygraph: the latest %d of %d steps ran as plan %s", count, self.steps, plan)
 
     def replayed(self, step: int, *, since_start: float, interval: float | None) -> None:
         """Forward and backward of the step with this number came from graphs.
@@ -250,6 +257,3 @@ class StepReport(Printed):
     def verbose(self) -> VerboseReport:
         """The report with all of its rows, to be printed: `print(report.verbose())`."""
         return VerboseReport(self)
-
-    def __str__(self) -> str:
-        return as_text(self.headline(), self.rows())

@@ -77,8 +77,8 @@ class LossSteps(NotCopied):
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
-            self._report.note(graphs_are_off("steps run as you wrote them"))
-            tell_why_off(config, why_off)
+            told = tell_why_off(config, why_off)
+            self._report.note(told or graphs_are_off("steps run as you wrote them"))
         else:
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed

@@ -39,7 +39,7 @@ _HOPE = 40
 """Steps with reasons against graphs, and none with one, after which there is no hope."""
 
 _PATIENCE = 12
-"""Steps without a graph and without a reason, after which one is given."""
+"""Steps in a row without a graph and without a reason, after which one is given."""
 
 
 class PhaseRunner:
@@ -69,7 +69,7 @@ class PhaseRunner:
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
-        self._hopeless = 0
+        self._hopeless = self._silent = 0
         self._chooser = chooser_for(
             config, engine, report.timed, training.left, lambda: len(list(training.program.model.modules()))
         )
@@ -214,8 +214,9 @@ class PhaseRunner:
             record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step)
             training.report.captured(record)
             regions.recorded, regions.seconds = 0, 0.0
-        silent = not training.replays and not training.reasons and training.config.forward != "off"
-        if silent and training.step == training.config.warmup_steps + _PATIENCE:
+        speaks = regions.replays or training.reasons or training.config.forward == "off"
+        self._silent = 0 if speaks else self._silent + 1
+        if self._silent == training.config.warmup_steps + _PATIENCE:
             training.note(NO_GRAPH)
         if graphed:
             training.step_replayed()
