@@ -18,8 +18,12 @@ from replays import enough, text_of  # noqa: E402
 from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
-from pygraph_train.integrations.transformers.trainer import PyGraphTrainerMixin  # noqa: E402
+from pygraph_train import (  # noqa: E402
+    PyGraphConfig,
+    PyGraphTrainer,
+    PyGraphTrainerCallback,
+    PyGraphTrainerMixin,
+)
 from pygraph_train.torch_private.stock_dynamo import call_of  # noqa: E402
 
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
