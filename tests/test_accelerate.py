@@ -583,7 +583,7 @@ def test_attach_takes_over_what_is_prepared_and_detach_gives_it_back() -> None:
         cls = type(accelerator)
         attached = cls is accelerate.Accelerator and script is graphed
         if attached:
-            assert plugin.attach(accelerator) is accelerator
+            assert plugin.attach(accelerator) is plugin
             assert isinstance(accelerator, Accelerator) and accelerator.pygraph is plugin
         for batch in loader:
             optimizer.zero_grad()

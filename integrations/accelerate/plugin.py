@@ -103,11 +103,13 @@ class PyGraph:
         self._undo: list[Callable[[], None]] = []
         self._logged_plan: str | None = None
 
-    def attach(self, accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
+    def attach(self, accelerator: accelerate.Accelerator) -> PyGraph:
         """Use graphs for an existing Accelerator. `detach` undoes it.
 
         Models and optimizers that the Accelerator has already prepared are included.
 
+        Returns:
+            This object.
         Raises:
             ValueError: the Accelerator already has a PyGraph, or this PyGraph is attached to another Accelerator.
         """
@@ -133,7 +135,7 @@ class PyGraph:
             arranged(functools.partial(self._take_model, model))
         for optimizer in accelerator._optimizers:
             arranged(functools.partial(self._take_optimizer, optimizer))
-        return accelerator
+        return self
 
     def detach(self) -> None:
         """Release all graphs and give accelerator, models and optimizers back as they were."""
