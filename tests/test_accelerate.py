@@ -669,6 +669,14 @@ def test_disabled_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "graphs are off" in text_of(report)
 
 
+def test_pygraph_as_the_dynamo_backend_of_our_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="pygraph")
+    assert accelerator.pygraph.config == PyGraphConfig(compile=True)
+    assert accelerator.state.dynamo_plugin.backend == "NO"
+    with pytest.raises(ValueError, match="two PyGraph plugins"):
+        Accelerator(cpu=True, dynamo_backend="pygraph", plugins=[PyGraph()])
+
+
 def test_inductor_of_the_user_becomes_ours_and_other_compilers_stay() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2)
     run(train, plugin, dynamo_backend="inductor")
