@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pygraph_train.report.step_report import StepReport
     from pygraph_train.step.graphed import GraphedStep
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Accelerator",
