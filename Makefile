@@ -58,12 +58,13 @@ lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-test-oldest: $(OLDEST_VENV)/.installed ## the contract on the oldest torch that is supported, in an environment of its own
-	$(OLDEST_VENV)/bin/python -m pytest -m "not slow" tests/contract $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
+test-oldest: $(OLDEST_VENV)/.installed ## the contract and the wheel on the oldest torch that is supported, in an environment of its own
+	$(OLDEST_VENV)/bin/python -m pytest -m "not slow" tests/contract tests/unit/test_packaging.py \
+		$$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
-test-newest: $(NEWEST_VENV)/.installed ## the contract and a loop of each front end on the newest torch that is supported, in an environment of its own
-	$(NEWEST_VENV)/bin/python -m pytest -m "not slow" tests/contract tests/test_front_ends.py tests/test_phases_apart.py \
-		$$($(NEWEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
+test-newest: $(NEWEST_VENV)/.installed ## the contract, the wheel and a loop of each front end on the newest torch that is supported, in an environment of its own
+	$(NEWEST_VENV)/bin/python -m pytest -m "not slow" tests/contract tests/unit/test_packaging.py tests/test_front_ends.py \
+		tests/test_phases_apart.py $$($(NEWEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
 faults: $(READY) ## let functions of the library raise in turn: each training has to survive (ARGS="--front lightning --all")
 	$(PY) -m tests.planted_exceptions $(ARGS)
@@ -115,7 +116,7 @@ $(NEWEST_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
 	@grep -vE '^(torch|setuptools)==' constraints.txt > $(NEWEST_VENV)/constraints.txt
 	@PIP_CONFIG_FILE=/dev/null $(NEWEST_VENV)/bin/python $(PIP) -c $(NEWEST_VENV)/constraints.txt \
-		-e ".[lightning,accelerate,transformers]" pytest pytest-timeout pytest-xdist "torch==$(NEWEST_TORCH)"
+		-e ".[lightning,accelerate,transformers]" pytest pytest-timeout pytest-xdist build "setuptools>=77" "torch==$(NEWEST_TORCH)"
 	@touch $@
 
 in-place:

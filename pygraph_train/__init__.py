@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from pygraph_train.integrations.explained import explain
     from pygraph_train.integrations.fabric import PyGraphFabric
     from pygraph_train.integrations.lightning import PyGraphCallback
-    from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
+    from pygraph_train.integrations.transformers import (
+        PyGraphTrainer,
+        PyGraphTrainerCallback,
+        PyGraphTrainerMixin,
+    )
     from pygraph_train.problems import PyGraphError
     from pygraph_train.report.step_report import StepReport
     from pygraph_train.step.graphed import GraphedStep
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Accelerator",
@@ -40,6 +44,7 @@ __all__ = [
     "PyGraphFabric",
     "PyGraphTrainer",
     "PyGraphTrainerCallback",
+    "PyGraphTrainerMixin",
     "StepReport",
     "compile",
     "explain",
@@ -59,6 +64,7 @@ _HOMES = {
     "PyGraphFabric": "pygraph_train.integrations.fabric",
     "PyGraphTrainer": "pygraph_train.integrations.transformers",
     "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
+    "PyGraphTrainerMixin": "pygraph_train.integrations.transformers",
     "StepReport": "pygraph_train.report.step_report",
 }
 

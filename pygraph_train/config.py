@@ -77,8 +77,9 @@ class PyGraphConfig:
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
             if there is a CUDA device, and "off" otherwise.
         on_failure: "fallback" continues without the graph, and the report gives the reason. "raise" raises it.
-        log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
-            `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` (docs/report.md). Other loops have no loggers.
+        log_metrics: whether the loggers of a Lightning Trainer or Fabric, the trackers of an Accelerator, and the logs
+            of a Trainer of transformers get `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms`
+            (docs/report.md). A plain loop has no loggers: its report has the numbers.
         print_report: whether a Trainer of Lightning or transformers prints the report when training ends.
 
     Raises:

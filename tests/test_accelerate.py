@@ -583,7 +583,7 @@ def test_attach_takes_over_what_is_prepared_and_detach_gives_it_back() -> None:
         cls = type(accelerator)
         attached = cls is accelerate.Accelerator and script is graphed
         if attached:
-            assert plugin.attach(accelerator) is accelerator
+            assert plugin.attach(accelerator) is plugin
             assert isinstance(accelerator, Accelerator) and accelerator.pygraph is plugin
         for batch in loader:
             optimizer.zero_grad()
@@ -669,6 +669,14 @@ def test_disabled_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "graphs are off" in text_of(report)
 
 
+def test_pygraph_as_the_dynamo_backend_of_our_accelerator() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="pygraph")
+    assert accelerator.pygraph.config == PyGraphConfig(compile=True)
+    assert accelerator.state.dynamo_plugin.backend == "NO"
+    with pytest.raises(ValueError, match="two PyGraph plugins"):
+        Accelerator(cpu=True, dynamo_backend="pygraph", plugins=[PyGraph()])
+
+
 def test_inductor_of_the_user_becomes_ours_and_other_compilers_stay() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2)
     run(train, plugin, dynamo_backend="inductor")
@@ -741,7 +749,7 @@ def test_import_needs_neither_accelerate_nor_transformers() -> None:
         "import sys, pygraph_train, pygraph_train.step.loop\n"
         "assert not {'accelerate', 'transformers', 'lightning'} & set(sys.modules)\n"
         "sys.modules['accelerate'] = sys.modules['transformers'] = None\n"
-        "for name in ('Accelerator', 'PyGraph', 'PyGraphTrainer', 'PyGraphTrainerCallback'):\n"
+        "for name in ('Accelerator', 'PyGraph', 'PyGraphTrainer', 'PyGraphTrainerCallback', 'PyGraphTrainerMixin'):\n"
         "    try:\n"
         "        getattr(pygraph_train, name)\n"
         "    except ImportError as error:\n"

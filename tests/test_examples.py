@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -42,6 +43,20 @@ def test_digits():
     pytest.importorskip("sklearn")
     output = run("lightning_digits.py", "--epochs", "3")
     assert replayed(output) >= 50
+    (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", output)
+    assert float(accuracy) > 0.9
+
+
+def test_the_notebook_of_the_digits(tmp_path):
+    """Its code, from the first cell to the last one."""
+    pytest.importorskip("sklearn")
+    cells = json.loads((EXAMPLES / "digits.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    script = tmp_path / "digits.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    output = run(str(script))
+    assert replayed(output) >= 90
+    assert "Its steps will run as {F} {B} {O}." in output
     (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", output)
     assert float(accuracy) > 0.9
 

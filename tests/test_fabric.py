@@ -20,6 +20,7 @@ pytest.importorskip("lightning.fabric")
 
 from fabric_training import Script, both, fresh, loss_of, run, setup  # noqa: F401
 from lightning.fabric import Fabric
+from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from training import Net
 
@@ -515,6 +516,37 @@ def test_a_backward_of_the_users_own_runs_on_every_step() -> None:
     (row,) = step.report().fallbacks
     assert "Overridden.backward is not Fabric's own" in row.reason and row.where is not None
     phases(pygraph.report())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_loggers_get_what_was_measured_where_it_is_asked_for(asked: bool) -> None:
+    received: list[Any] = []
+
+    class MemoryLogger(Logger):
+        name, version = "memory", 0
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            received.append([step, dict(metrics)])
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing of interest."""
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            script.fabric.backward(loss_of(model, batch))
+            optimizer.step()
+            script.fabric.log("seen", number, step=number)
+        script.fabric.log_dict({"seen": 30}, 30)
+
+    pygraph = PyGraphFabric(engine="emulated", warmup_steps=2, log_metrics=asked)
+    made = run(script, pygraph, loggers=lambda: [MemoryLogger()])
+    phases(pygraph.report())
+    shares = [metrics.pop("pygraph/share_from_graphs", None) for _, metrics in received]
+    assert received == [[number, {"seen": number}] for number in range(31)]
+    assert (shares[-1] or 0) > 0.6 if asked else shares == [None] * 31
+    assert "log_dict" not in vars(made.fabric)
 
 
 # -- where nothing is graphed -------------------------------------------------------------------------

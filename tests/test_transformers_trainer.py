@@ -18,8 +18,12 @@ from replays import enough, text_of  # noqa: E402
 from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
-from pygraph_train.integrations.transformers.trainer import PyGraphTrainerMixin  # noqa: E402
+from pygraph_train import (  # noqa: E402
+    PyGraphConfig,
+    PyGraphTrainer,
+    PyGraphTrainerCallback,
+    PyGraphTrainerMixin,
+)
 from pygraph_train.torch_private.stock_dynamo import call_of  # noqa: E402
 
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
@@ -145,6 +149,34 @@ def test_a_scaler_skips_steps_with_overflow(fused: bool, clip: float, tmp_path: 
     enough([trainer.report()], 20)
     step = trainer.report().whole_steps["training_step"]
     assert step.running_plan == ("{F} {B} {O}" if fused and clip else "{F} {B} O"), str(trainer.report())
+
+
+@pytest.mark.parametrize("cls", [Trainer, PyGraphTrainer])
+def test_the_history_and_trackers_get_what_was_measured(cls: Any, tmp_path: Path) -> None:
+    seen: dict[str, list[Any]] = {"before": [], "behind": []}
+
+    class Tracker(TrainerCallback):
+        def __init__(self, place: str) -> None:
+            self.place = place
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen[self.place].append("pygraph/share_from_graphs" in logs)
+
+    def measured(**kwargs: Any) -> Trainer:
+        config = CONFIG.of(CONFIG, {"log_metrics": True})
+        ours = [PyGraphTrainerCallback(config)] if cls is Trainer else []
+        options = {} if ours else {"pygraph": config}
+        return cls(callbacks=[Tracker("before"), *ours, Tracker("behind")], **options, **kwargs)
+
+    options = {"eval_strategy": "epoch"}
+    _, expected = train(Trainer, tmp_path, **options)
+    _, found = train(measured, tmp_path, **options)
+    shares = [row.pop("pygraph/share_from_graphs", None) for row in found[0]]
+    assert differs(frozen(expected), frozen(found)) is None, "and nothing else is in the history"
+    assert shares[29] > 0.6 and all(0 <= share <= 1 for share in shares[:30])
+    assert shares[30:] == [None, None], "those of the evaluation and of the whole training"
+    assert seen["behind"] == [share is not None for share in shares]
+    assert any(seen["before"]) == (cls is PyGraphTrainer)
 
 
 def test_a_callback_before_the_optimizer_splits_the_step(tmp_path: Path) -> None:

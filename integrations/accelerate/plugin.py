@@ -103,11 +103,13 @@ class PyGraph:
         self._undo: list[Callable[[], None]] = []
         self._logged_plan: str | None = None
 
-    def attach(self, accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
+    def attach(self, accelerator: accelerate.Accelerator) -> PyGraph:
         """Use graphs for an existing Accelerator. `detach` undoes it.
 
         Models and optimizers that the Accelerator has already prepared are included.
 
+        Returns:
+            This object.
         Raises:
             ValueError: the Accelerator already has a PyGraph, or this PyGraph is attached to another Accelerator.
         """
@@ -133,7 +135,7 @@ class PyGraph:
             arranged(functools.partial(self._take_model, model))
         for optimizer in accelerator._optimizers:
             arranged(functools.partial(self._take_optimizer, optimizer))
-        return accelerator
+        return self
 
     def detach(self) -> None:
         """Release all graphs and give accelerator, models and optimizers back as they were."""
@@ -341,6 +343,7 @@ class Accelerator(_Graphed):
         *args, **kwargs: as in `accelerate.Accelerator`.
         plugins: a `PyGraph`, and any of Accelerate's own plugins and kwargs handlers. Each of these replaces
             the argument that it belongs to.
+        dynamo_backend: as in `accelerate.Accelerator`, or "pygraph", which means `plugins=[PyGraph(compile=True)]`.
 
     Raises:
         TypeError: an object in `plugins` is of another class.
@@ -437,6 +440,9 @@ def _sorted(
     """The PyGraph among the plugins, and the stock class's keyword arguments with all others in place."""
     if not isinstance(plugins, (list, tuple)):
         plugins = [plugins]
+    if kwargs.get("dynamo_backend") == "pygraph":  # no member of Accelerate's DynamoBackend
+        kwargs = {name: value for name, value in kwargs.items() if name != "dynamo_backend"}
+        plugins = [*plugins, PyGraph(compile=True)]
     stock = inspect.signature(accelerate.Accelerator.__init__)
     given = {k for k, v in stock.bind_partial(None, *args, **kwargs).arguments.items() if v is not None}
     given -= {"gradient_accumulation_steps"}

@@ -31,6 +31,7 @@ from pygraph_train.parallel.spread import Spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class PyGraphFabric:
             ]
             step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
             replaced.append((fabric.strategy, "optimizer_step", step))
+            if self.config.log_metrics:
+                replaced.append((fabric, "log_dict", functools.partial(self._log_dict, fabric.log_dict)))
         arranged(lambda: self._patches.enter_context(standing_in(replaced)))
         return self
 
@@ -300,6 +303,12 @@ class PyGraphFabric:
             return body()
         _, loop = self._attached()
         return loop.step(graph, body)
+
+    def _log_dict(self, stock: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:
+        """`fabric.log_dict`, which `fabric.log` calls, with what loggers get of the report."""
+        found: dict[str, float] = {}
+        quietly(lambda: found.update(metrics_of(self._report)))
+        stock({**metrics, **found}, *args, **kwargs)
 
     def _no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[Any]:
         fabric, _ = self._attached()

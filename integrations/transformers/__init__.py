@@ -10,6 +10,6 @@ except ImportError as error:
     ) from error
 
 from pygraph_train.integrations.transformers.callback import PyGraphTrainerCallback
-from pygraph_train.integrations.transformers.trainer import PyGraphTrainer
+from pygraph_train.integrations.transformers.trainer import PyGraphTrainer, PyGraphTrainerMixin
 
-__all__ = ["PyGraphTrainer", "PyGraphTrainerCallback"]
+__all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]

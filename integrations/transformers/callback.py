@@ -19,6 +19,7 @@ from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import show
 from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
+__all__ = ["PyGraphTrainerCallback", "add_metrics", "show_report", "steps_left", "unsupported"]
 
 
 log = logging.getLogger("pygraph_train")
@@ -130,6 +131,11 @@ class PyGraphTrainerCallback(TrainerCallback):
 
         self._undo = release
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Tell the history and the callbacks behind this one, where `log_metrics=True` asks for it."""
+        if self._loop is not None:
+            quietly(lambda: add_metrics(self._report, self.config, logs, *state.log_history[-1:]))
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give everything back, and show what happened."""
         quietly(self._release, lambda: show_report(self._report, args, self.config))
@@ -150,6 +156,13 @@ def show_report(report: LoopReport, args: Any, config: PyGraphConfig) -> None:
         and (report.steps or report.fallbacks or report.whole_steps)
     ):
         show(report)
+
+
+def add_metrics(report: LoopReport, config: PyGraphConfig, logs: Any, *further: Any) -> None:
+    """Add what loggers get of the report to logs of a training step, which have its loss, where it is asked for."""
+    if config.log_metrics and "loss" in logs:
+        for one in (logs, *further):
+            one.update(metrics_of(report))
 
 
 def steps_left(state: Any) -> int:

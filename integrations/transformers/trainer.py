@@ -29,6 +29,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
+    add_metrics,
     show_report,
     steps_left,
     unsupported,
@@ -91,6 +92,11 @@ class PyGraphTrainerMixin(transformers.Trainer):
             self._pygraph_loop = None
         show_report(self._pygraph_report, self.args, self._pygraph_config)
         return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self._pygraph_loop is not None:
+            quietly(lambda: add_metrics(self._pygraph_report, self._pygraph_config, logs))
+        super().log(logs, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loop = self._pygraph_loop

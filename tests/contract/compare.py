@@ -249,8 +249,8 @@ class Run:
         """A step whose results, and what is watched after it, are compared."""
         return Noted(self, made)
 
-    def compile(self, model: Any, **options: Any) -> Any:
-        """The model, or the model compiled with our backend."""
+    def compile(self, model: Any, *, in_place: bool = False, **options: Any) -> Any:
+        """The model, or the model compiled with our backend: with `torch.compile`, or with its own `compile`."""
         self.watch(model)
         if not self.ours:
             return model
@@ -258,7 +258,11 @@ class Run:
             self.reports(backend.report)
         # on a GPU the kernels of Inductor have other bits
         warm_up = {"engine": ENGINE, "warmup_runs": 1, "compile": DEVICE == "cpu"}
-        return torch.compile(model, backend="pygraph", options={**warm_up, **options})
+        given: Any = {"backend": "pygraph", "options": {**warm_up, **options}}
+        if in_place:
+            model.compile(**given)
+            return model
+        return torch.compile(model, **given)
 
 
 class PlainStep:

@@ -11,10 +11,10 @@ from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .compare import Run, compare, same_as_plain
-from .frameworks import accelerator, graphed_step, loader
-from .models import Net, adamw, batches, cross_entropy
+from .frameworks import accelerator, forget_accelerators, graphed_step, loader
+from .models import DEVICE, Net, adamw, batches, cross_entropy
 
-pytest.importorskip("accelerate")
+Accelerator = pytest.importorskip("accelerate").Accelerator
 
 
 def prepared(run: Run, accelerator: Any, steps: int = 24, **net: Any) -> tuple[Any, ...]:
@@ -333,3 +333,15 @@ def test_a_graphed_step_of_a_gan(run: Run) -> None:
     step = graphed_step(run, accelerate, step)
     for batch in loader(batches()):
         step(*batch)
+
+
+@same_as_plain(replays=12, updates=0)
+def test_the_compile_backend_with_a_stock_accelerator(run: Run) -> None:
+    forget_accelerators()
+    accelerate = Accelerator(cpu=DEVICE == "cpu")
+    model = Net()
+    compiled, optimizer = accelerate.prepare(run.compile(model), adamw(model))
+    for x, y in run.each(batches(16)):
+        optimizer.zero_grad()
+        accelerate.backward(cross_entropy(compiled(x), y))
+        optimizer.step()

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from .compare import Run, same_as_plain
-from .frameworks import fabric, loader
+from .frameworks import ACCELERATOR, fabric, loader
 from .models import Net, adamw, batches, cross_entropy
 
-pytest.importorskip("lightning.fabric")
+Fabric = pytest.importorskip("lightning.fabric").Fabric
 
 
 def set_up(run: Run, made: Any, steps: int = 24) -> tuple[Any, ...]:
@@ -96,3 +96,14 @@ def test_a_graphed_step_that_makes_its_backwards_and_updates(run: Run) -> None:
         step = made.pygraph.graphed_step(step, model=model, optimizer=optimizer, manual_optimization=True)
     for batch in run.each(data):
         run.note("loss", step(*batch))
+
+
+@same_as_plain(replays=12, updates=0)
+def test_the_compile_backend_with_a_stock_fabric(run: Run) -> None:
+    made = Fabric(accelerator=ACCELERATOR, devices=1)
+    model = Net()
+    compiled, optimizer = made.setup(run.compile(model), adamw(model))
+    for x, y in run.each(batches(16)):
+        optimizer.zero_grad()
+        made.backward(cross_entropy(compiled(x), y))
+        optimizer.step()

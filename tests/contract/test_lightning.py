@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .compare import Run, same_as_plain
-from .frameworks import fit, loader, memory_logger
+from .frameworks import ACCELERATOR, fit, loader, memory_logger
 from .models import DEVICE, Net, adamw, batches, cross_entropy
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -117,3 +117,16 @@ def test_the_package_of_another_name(run: Run, *, by_hand: bool) -> None:
             return adamw(self)
 
     fit(run, Watched(), loader(batches()), package=other)
+
+
+@same_as_plain(replays=12, updates=0)
+def test_the_compile_backend_in_a_stock_trainer(run: Run) -> None:
+    module = Module()
+    run.compile(module.net, in_place=True)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = pl.Trainer(accelerator=ACCELERATOR, devices=1, max_epochs=1, **quiet)
+    trainer.fit(module, loader(batches(16)))
+    run.note("metrics", trainer.callback_metrics)
+    run.snapshot()

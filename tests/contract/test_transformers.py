@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .compare import Run, same_as_plain
-from .frameworks import bert, sentences, trainer
+from .frameworks import Listed, Words, bert, forget_accelerators, sentences, train, trainer
 from .models import DEVICE, adamw
 
 transformers = pytest.importorskip("transformers")
@@ -128,3 +128,14 @@ def test_training_resumes_from_a_checkpoint(run: Run, way: str) -> None:
     trainer(
         run, way, data=sentences(96), **{**steps, "max_steps": 24}, resume=str(run.folder / "checkpoint-10")
     )
+
+
+@same_as_plain(replays=12, updates=0)
+def test_the_compile_backend_in_a_stock_trainer(run: Run) -> None:
+    forget_accelerators()
+    quiet = {"use_cpu": DEVICE == "cpu", "disable_tqdm": True, "save_strategy": "no", "report_to": []}
+    arguments = transformers.TrainingArguments(
+        str(run.folder), max_steps=16, per_device_train_batch_size=4, **quiet
+    )
+    model = run.compile(Words(), in_place=True)
+    train(run, transformers.Trainer(model=model, args=arguments, train_dataset=Listed(sentences())))

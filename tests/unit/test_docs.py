@@ -107,6 +107,12 @@ def test_the_api_page_has_every_exported_name() -> None:
         assert re.search(rf"^(class|def) {name}\b", file.read_text(encoding="utf-8"), re.M), place
 
 
+def test_the_changelog_has_a_section_for_each_version_and_no_others() -> None:
+    titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert titles[0].split()[0] == pygraph_train.__version__
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)? \(.+\)", title) for title in titles)
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
