@@ -875,9 +875,9 @@ def a_graph_break_in_the_forward(case: Case) -> Any:
             self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
+            hidden = nn.functional.gelu(self.first(x))
             break_here()
-            return self.second(nn.functional.gelu(hidden))
+            return self.second(hidden).tanh()
 
     case.model = Broken()
     return case.loss
