@@ -331,7 +331,15 @@ def _of_transformers() -> dict[str, Any]:
         "hf_model": transformers.BertForSequenceClassification(config),
         "training_args": arguments,
         "dataset": dataset,
+        "tokenizer": _tokenizer(),
     }
+
+
+def _tokenizer() -> Any:
+    """One that pads."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
 def emulate(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
