@@ -32,7 +32,7 @@ PAGES.append(ROOT / "benchmarks" / "README.md")
 
 pytestmark = pytest.mark.passes_without_graphs("what pages say")
 
-_SNIPPET = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$", re.S | re.M)
+_SNIPPET = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.S | re.M)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 
@@ -331,7 +331,15 @@ def _of_transformers() -> dict[str, Any]:
         "hf_model": transformers.BertForSequenceClassification(config),
         "training_args": arguments,
         "dataset": dataset,
+        "tokenizer": _tokenizer(),
     }
+
+
+def _tokenizer() -> Any:
+    """One that pads."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
 def emulate(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
