@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import re
 import sys
 import types
@@ -196,6 +197,18 @@ def test_every_message_has_its_row() -> None:
     said, quoted = messages(), quoted_messages()
     assert len(said) > 120
     assert [message for message in said if not any(text in message for text in quoted)] == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "options"), [("Options", PyGraphConfig), ("The compile backend", BackendOptions)]
+)
+def test_the_page_of_options_has_each_with_its_default(heading: str, options: Any) -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    section = next(s for s in re.split(r"^#+ ", page, flags=re.M) if s.startswith(f"{heading}\n"))
+    rows = re.findall(r"^\| `(\w+)` \| .+? \| `(.+?)` \|", section, re.M)
+    stock = options()
+    defaults = [(field.name, getattr(stock, field.name)) for field in dataclasses.fields(options)]
+    assert [(name, ast.literal_eval(default)) for name, default in rows] == defaults
 
 
 def test_the_api_page_has_every_exported_name() -> None:
