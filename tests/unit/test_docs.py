@@ -32,7 +32,7 @@ PAGES.append(ROOT / "benchmarks" / "README.md")
 
 pytestmark = pytest.mark.passes_without_graphs("what pages say")
 
-_SNIPPET = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$", re.S | re.M)
+_SNIPPET = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)^```$", re.S | re.M)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 
@@ -347,6 +347,8 @@ def test_snippets_run_as_they_stand(
 ) -> None:
     if reason:
         pytest.skip(reason)
+    for package in re.findall(r"^(?:from|import) (peft|torch_geometric|torchmetrics)\b", code, re.M):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     for options in (PyGraphConfig, BackendOptions):
         emulate(options, monkeypatch)
