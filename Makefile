@@ -45,7 +45,7 @@ test-rest: $(READY) ## the other tests that are not slow (GPU tests skip themsel
 
 test-packages: $(READY) ## trainings with PEFT, TRL, sentence-transformers, PyTorch Geometric and torchmetrics, which it installs
 	$(PY) $(PIP) -c constraints.txt -e ".[packages]"
-	$(PY) -m pytest tests/contract/test_packages.py $$($(PY) -c '$(PARALLEL)') $(ARGS)
+	$(PY) -m pytest tests/contract/test_packages.py tests/unit/test_docs.py $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 test-all: test test-rest test-packages ## every check: `make test`, `make test-rest`, `make test-packages`, then the slow tests
 	$(PY) -m pytest -m slow $$($(PY) -c '$(PARALLEL)') $(ARGS)

@@ -60,6 +60,23 @@ def test_the_readme_is_short() -> None:
     assert len(words) < 1200, "all that stands between blanks is a word, code and tables included"
 
 
+def test_the_site_is_short() -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "api.md"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 12_000
+
+
+def test_the_glossary_has_few_words() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [word for row in re.findall(r"^\| (.+?) \|", page, re.M)[1:] for word in row.split(", ")]
+    assert 5 < len(words) <= 12
+
+
+def test_the_differences_fit_on_a_screen() -> None:
+    section = (ROOT / "docs" / "legality.md").read_text(encoding="utf-8").split("## What is different")[1]
+    rows = re.findall(r"^\| .+", section.partition("\n## ")[0], re.M)
+    assert 10 < len(rows) <= 18 and max(len(row.split()) for row in rows) <= 45
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -205,9 +222,8 @@ def test_every_message_has_its_row() -> None:
 )
 def test_the_page_of_options_has_each_with_its_default(heading: str, options: Any) -> None:
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    section = re.split(r"^#+ ", page, flags=re.M)
-    table = next(text for text in section if text.startswith(f"{heading}\n"))
-    rows = re.findall(r"^\| `(\w+)` \| .+? \| `(.+?)` \|", table, re.M)
+    section = next(s for s in re.split(r"^#+ ", page, flags=re.M) if s.startswith(f"{heading}\n"))
+    rows = re.findall(r"^\| `(\w+)` \| .+? \| `(.+?)` \|", section, re.M)
     stock = options()
     defaults = [(field.name, getattr(stock, field.name)) for field in dataclasses.fields(options)]
     assert [(name, ast.literal_eval(default)) for name, default in rows] == defaults
@@ -363,6 +379,8 @@ def test_snippets_run_as_they_stand(
 ) -> None:
     if reason:
         pytest.skip(reason)
+    for package in re.findall(r"^(?:from|import) (peft|torch_geometric|torchmetrics)\b", code, re.M):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     for options in (PyGraphConfig, BackendOptions):
         emulate(options, monkeypatch)
