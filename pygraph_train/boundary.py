@@ -256,7 +256,7 @@ class Boundary:
             PyGraphError: the library failed after it had begun what cannot be made twice.
         """
         if self._failures >= _MOST_FAILURES:
-            return plain(*given)
+            return _plainly(plain, given)
         outer, here.progress = here.progress, (progress := _Progress())
         try:
             return ours(*given)
@@ -275,7 +275,7 @@ class Boundary:
                 self._failed(failed)
                 return progress.result
             if progress.began is None:
-                result = plain(*given)  # raises by itself what the user's code raises
+                result = _plainly(plain, given)
                 self._failed(failed)
                 return result
             raise _unfinished(progress.began, failed) from failed
@@ -299,6 +299,18 @@ class Boundary:
             log.debug("pygraph: %s", other)
         if self.resting:
             quietly(self._rest)
+
+
+def _plainly(plain: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """The piece as the user wrote it, which raises by itself what the user's code raises."""
+    try:
+        return plain(*given)
+    except (PyGraphError, NotLegal, ValueError, TypeError):
+        raise
+    except Exception as error:
+        if hasattr(error, "__pygraph_theirs__") or not _of_ours(error.__traceback__):
+            raise
+        raise _unfinished(STEP, error) from error
 
 
 def _unfinished(what: str, error: Exception) -> PyGraphError:

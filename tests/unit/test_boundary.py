@@ -1,0 +1,40 @@
+"""The boundary between the library and a training."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from pygraph_train import PyGraphError
+from pygraph_train.boundary import Boundary
+from pygraph_train.graphs.devices import make_engine
+
+pytestmark = pytest.mark.passes_without_graphs("no graph is made")
+
+
+def fails() -> NoReturn:
+    raise RuntimeError("a fault")
+
+
+@pytest.mark.parametrize("faults", [0, 3])
+def test_a_fault_in_what_is_ours_of_a_plain_step_says_in_which_state_training_is(faults: int) -> None:
+    boundary = Boundary()
+    for _ in range(faults):  # after which it rests
+        assert boundary.make(fails, lambda: 1) == 1
+    engine: Any = make_engine("emulated", torch.device("cpu"))
+    engine.close()
+    with pytest.raises(PyGraphError, match="this emulated engine is closed.* The state of training is"):
+        boundary.make(fails, lambda: engine.capture(lambda: None))
+
+
+def test_what_the_users_code_raises_goes_through_unchanged() -> None:
+    mine = KeyError("mine")
+
+    def user() -> NoReturn:
+        raise mine
+
+    with pytest.raises(KeyError) as found:
+        Boundary().make(fails, user)
+    assert found.value is mine
