@@ -25,7 +25,7 @@ def test_a_fault_in_what_is_ours_of_a_plain_step_says_in_which_state_training_is
         assert boundary.make(fails, lambda: 1) == 1
     engine: Any = make_engine("emulated", torch.device("cpu"))
     engine.close()
-    with pytest.raises(PyGraphError, match="this emulated engine is closed.* The state of training is"):
+    with pytest.raises(PyGraphError, match=r"this emulated engine is closed.* The state of training is"):
         boundary.make(fails, lambda: engine.capture(lambda: None))
 
 
