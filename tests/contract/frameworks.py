@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from .compare import Run
-from .models import DEVICE
+from .models import DEVICE, Net, adamw, batches, cross_entropy
 
 __all__ = [
     "ACCELERATOR",
@@ -24,6 +24,7 @@ __all__ = [
     "memory_logger",
     "sentences",
     "train",
+    "train_compiled",
     "trainer",
 ]
 
@@ -47,6 +48,19 @@ class Listed(Dataset):
 def loader(batches: list[Any]) -> DataLoader:
     """Yields these batches as they are."""
     return DataLoader(Listed(batches), batch_size=None)
+
+
+def train_compiled(run: Run, prepare: Any, backward: Any) -> None:
+    """A stock loop around a model with our compile backend.
+
+    Args:
+        prepare, backward: those of an Accelerator or a Fabric that knows nothing of the library.
+    """
+    compiled, optimizer = prepare(run.compile(model := Net()), adamw(model))
+    for x, y in run.each(batches(16)):
+        optimizer.zero_grad()
+        backward(cross_entropy(compiled(x), y))
+        optimizer.step()
 
 
 # -- Lightning ----------------------------------------------------------------------------------------------

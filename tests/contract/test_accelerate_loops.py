@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from .compare import Run, compare, same_as_plain
-from .frameworks import accelerator, forget_accelerators, graphed_step, loader
+from .frameworks import accelerator, forget_accelerators, graphed_step, loader, train_compiled
 from .models import DEVICE, Net, adamw, batches, cross_entropy
 
 Accelerator = pytest.importorskip("accelerate").Accelerator
@@ -339,9 +339,4 @@ def test_a_graphed_step_of_a_gan(run: Run) -> None:
 def test_the_compile_backend_with_a_stock_accelerator(run: Run) -> None:
     forget_accelerators()
     accelerate = Accelerator(cpu=DEVICE == "cpu")
-    model = Net()
-    compiled, optimizer = accelerate.prepare(run.compile(model), adamw(model))
-    for x, y in run.each(batches(16)):
-        optimizer.zero_grad()
-        accelerate.backward(cross_entropy(compiled(x), y))
-        optimizer.step()
+    train_compiled(run, accelerate.prepare, accelerate.backward)

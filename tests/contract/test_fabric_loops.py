@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from .compare import Run, same_as_plain
-from .frameworks import ACCELERATOR, fabric, loader
+from .frameworks import ACCELERATOR, fabric, loader, train_compiled
 from .models import Net, adamw, batches, cross_entropy
 
 Fabric = pytest.importorskip("lightning.fabric").Fabric
@@ -101,9 +101,4 @@ def test_a_graphed_step_that_makes_its_backwards_and_updates(run: Run) -> None:
 @same_as_plain(replays=12, updates=0)
 def test_the_compile_backend_with_a_stock_fabric(run: Run) -> None:
     made = Fabric(accelerator=ACCELERATOR, devices=1)
-    model = Net()
-    compiled, optimizer = made.setup(run.compile(model), adamw(model))
-    for x, y in run.each(batches(16)):
-        optimizer.zero_grad()
-        made.backward(cross_entropy(compiled(x), y))
-        optimizer.step()
+    train_compiled(run, made.setup, made.backward)
