@@ -57,6 +57,9 @@ UPDATE = "the optimizer's update"
 FORWARD, BACKWARD = "the forward of a region", "the backward of a region"
 SETTING_UP = "setting up"
 
+_FOR_THE_USER = (PyGraphError, NotLegal, ValueError, TypeError)
+"""What the library raises on purpose: the user can mend it, or has asked for it."""
+
 _MOST_FAILURES = 3
 """Faults of the library in one training, after which its steps are the user's alone."""
 
@@ -146,14 +149,14 @@ def surely(make: Callable[[], R], what: str, *_: object) -> R:
     """
     try:
         return make()
-    except (PyGraphError, NotLegal, ValueError, TypeError):
+    except _FOR_THE_USER:
         raise
     except Exception as error:
         if hasattr(error, "__pygraph_theirs__"):
             raise
     try:
         return make()
-    except (PyGraphError, NotLegal, ValueError, TypeError):
+    except _FOR_THE_USER:
         raise
     except Exception as error:
         raise _unfinished(what, error) from error
@@ -214,7 +217,7 @@ def arranged(
     """
     try:
         return make()
-    except (PyGraphError, NotLegal, ValueError, TypeError):
+    except _FOR_THE_USER:
         raise
     except Exception as error:
         if hasattr(error, "__pygraph_theirs__") or (within_dynamo and not _of_ours(error.__traceback__)):
@@ -305,7 +308,7 @@ def _plainly(plain: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     """The piece as the user wrote it, which raises by itself what the user's code raises."""
     try:
         return plain(*given)
-    except (PyGraphError, NotLegal, ValueError, TypeError):
+    except _FOR_THE_USER:
         raise
     except Exception as error:
         if hasattr(error, "__pygraph_theirs__") or not _of_ours(error.__traceback__):

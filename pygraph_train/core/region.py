@@ -45,6 +45,8 @@ from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["PhaseRegion", "PhaseRegions"]
 
+log = logging.getLogger("pygraph_train")
+
 _MOST_PENDING = 4
 """Forwards of one region that wait for their backward at once and come from graphs."""
 
@@ -501,7 +503,7 @@ class PhaseRegion:
         owner.recorded += 1
         owner.seconds += seconds
         phases = "{F}" if self.inference else "{F} {B}"
-        logging.getLogger("pygraph_train").info("pygraph: captured %s in %.2f s", phases, seconds)
+        log.info("pygraph: captured %s in %.2f s", phases, seconds)
         return slot
 
     @contextmanager

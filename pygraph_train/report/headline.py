@@ -17,6 +17,7 @@ _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER:
 
 _NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."
 _WARM_UP = "Graphs begin after a warm-up, and it has not ended."
+
 _CLOSE = 0.1
 """Phases whose shares of the steps differ by less are told as one figure."""
 
