@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import types
@@ -97,6 +98,13 @@ def _tell_dynamo() -> None:
         skip_code(code)
     for code in _left:
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+@functools.cache
+def _apart() -> dict[str, Any]:
+    """Options by which trainings do not use up each other's traces of code that they share, such as a model's forward
+    after a graph break. (2.13 to 2.15; older ones trace it for eight trainings of a process.)"""
+    return dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
 
 
 _MOST_ANEW = 8
@@ -232,7 +240,7 @@ class CompiledFunction:
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
         self.fn = fn
         self.growing = Growing()
-        self._backend, self._options, self._anew = _held_weakly(backend), options, 0
+        self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
         quietly(_tell_dynamo)
         self._compile(_copied(fn))
 

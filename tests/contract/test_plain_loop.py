@@ -107,6 +107,23 @@ def test_two_steps_of_one_model_take_turns(run: Run) -> None:
         first(batch) if number % 2 else second(*batch)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo shares its limit of traces among trainings until torch 2.13")
+@same_as_plain(replays=70)
+def test_ten_trainings_in_one_process(run: Run) -> None:
+    """A sweep. Python runs the step, so Dynamo begins in the model's forward, whose code all trainings share."""
+    for _ in range(10):
+        model = Net()
+
+        def step_fn(x: Tensor, y: Tensor, model: Net = model) -> Tensor:
+            numbers = x.cpu().numpy()
+            numbers = numbers - numbers.max(1, keepdims=True)
+            return cross_entropy(model(torch.from_numpy(numbers).to(x.device)), y)
+
+        step = run.step(step_fn, model=model, optimizer=sgd(model))
+        for batch in batches(12):
+            step(*batch)
+
+
 @same_as_plain(replays=15)
 def test_evaluation_between_steps_sees_the_weights_of_now(run: Run) -> None:
     model = Net()
