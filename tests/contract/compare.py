@@ -397,7 +397,7 @@ def differs(expected: Any, found: Any, *, last_bits: bool = False) -> str | None
             return f": {expected.dtype} {expected.shape} became {found.dtype} {found.shape}"
         if torch.equal(expected, found):  # without NaN, which is the usual case
             return None
-        if last_bits and (expected.is_floating_point() or expected.is_complex()):
+        if last_bits and expected.is_floating_point():
             same = torch.allclose(expected, found, rtol=1e-4, atol=1e-6, equal_nan=True)
         else:
             numbers = torch.equal(expected.nan_to_num(), found.nan_to_num())

@@ -94,7 +94,7 @@ def test_why_there_are_no_graphs_is_said_once(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     else:
         monkeypatch.setenv("PYGRAPH_DISABLE", "1")
-    model = Net()
+    model = Net().cpu()
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         for _ in range(2):
             GraphedStep(loss_of(model), model=model).close()

@@ -107,7 +107,9 @@ def test_two_steps_of_one_model_take_turns(run: Run) -> None:
         first(batch) if number % 2 else second(*batch)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo shares its limit of traces among trainings until torch 2.13")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Dynamo shares its limit of traces among trainings until torch 2.13"
+)
 @same_as_plain(replays=70)
 def test_ten_trainings_in_one_process(run: Run) -> None:
     """A sweep. Python runs the step, so Dynamo begins in the model's forward, whose code all trainings share."""

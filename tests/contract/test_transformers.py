@@ -42,7 +42,12 @@ def language_model(kind: str) -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**small, decoder_start_token_id=0))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "t5"])
+READS_ON_CUDA = pytest.mark.skipif(
+    DEVICE == "cuda", reason="experts in float32 copy their sizes to the host there: no graph holds that"
+)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=READS_ON_CUDA), "t5"])
 @pytest.mark.quick
 @same_as_plain(replays=6, last_bits=DEVICE == "cuda")
 def test_language_models(run: Run, kind: str) -> None:
