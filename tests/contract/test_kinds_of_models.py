@@ -205,7 +205,8 @@ def test_complex_numbers(run: Run) -> None:
             return self.out((found * found.conj()).real)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), 1e-2, capturable=DEVICE == "cuda")
+        lr: Any = torch.tensor(1e-2, device="cuda") if DEVICE == "cuda" else 1e-2  # as graphs have it
+        return torch.optim.AdamW(model.parameters(), lr, capturable=DEVICE == "cuda")
 
     trains(run, Filter(), optimizer=optimizer)
 
