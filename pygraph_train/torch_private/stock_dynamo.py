@@ -102,8 +102,8 @@ def _tell_dynamo() -> None:
 
 @functools.cache
 def _apart() -> dict[str, Any]:
-    """Options by which trainings do not use up each other's traces of code that they share, such as a model's forward
-    after a graph break. (2.13 to 2.15; older ones trace it for eight trainings of a process.)"""
+    """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share
+    code, such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
     return dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
 
 

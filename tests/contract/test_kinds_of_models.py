@@ -205,7 +205,7 @@ def test_complex_numbers(run: Run) -> None:
             return self.out((found * found.conj()).real)
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        lr: Any = torch.tensor(1e-2, device="cuda") if DEVICE == "cuda" else 1e-2  # as graphs have it
+        lr: Any = torch.tensor(1e-2, device="cuda") if DEVICE == "cuda" else 1e-2  # a graph reads it there
         return torch.optim.AdamW(model.parameters(), lr, capturable=DEVICE == "cuda")
 
     trains(run, Filter(), optimizer=optimizer)
