@@ -10,22 +10,29 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 
-__all__ = ["Chooser", "chooser_for"]
+__all__ = ["RARE", "Chooser", "chooser_for"]
 
 _PLAIN = 3
 """The first steps, which run as they are. They are timed, but for the first one, in which caches fill."""
 
-_REPLAYS, _TIMED = 20, 4
-"""Replayed steps before some are timed, and how many."""
+_ALIKE, _TIMED = 20, 4
+"""Steps that are alike, after those in which Dynamo traces, before some are timed, and how many."""
 
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_MODULE, _SAVED, _MARGIN = 1.0, 0.016, 0.75, 1.1
-"""Seconds that graphs cost: Dynamo's trace, recordings and comparisons took 1 second and 10 to 17 ms for each module of
-six models (benchmarks.phases and benchmarks.recipes, H200). Which share of the host's time in a plain step they saved:
-0.58 to 0.82. How often they have to pay.
+_COST, _COST_OF_HOST, _SAVED, _MARGIN = 1.0, 150, 0.75, 2
+"""What graphs cost, before anything is known of it: seconds, and how many times the host's time in a plain step (71 to
+360 in five of benchmarks.recipes on an H200: Dynamo interprets the Python that the step runs). Which share of that time
+they save: 0.58 to 0.82. How often they have to pay where the number of steps is known.
 """
+
+_QUIET = 8
+"""Steps without a trace after which nothing is traced for a while; steps in a row that nothing traced fits, after which
+Dynamo traces again.
+"""
+
+_MANY = 1 << 30
 
 
 def _nobody(with_graphs: float, without: float) -> None:
@@ -39,10 +46,11 @@ class Chooser:
         engine: where graphs are made.
         timed: called with the seconds of a step with graphs, and of one without.
         left: how many further steps there will be, infinity where nobody knows.
-        modules: how many there are in what is trained.
 
     Attributes:
         plain: whether the next step has to run without graphs.
+        settled: whether Dynamo must not trace in the next step. A last batch with fewer rows costs as much to trace as
+            hundreds of such steps, so rare steps run as they are written.
     """
 
     def __init__(
@@ -50,32 +58,71 @@ class Chooser:
         engine: Engine,
         timed: Callable[[float, float], None] = _nobody,
         left: Callable[[], float] = lambda: math.inf,
-        modules: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.plain = True
-        self._engine, self._timed, self._left, self._modules = engine, timed, left, modules
-        self._steps = self._replays = 0
+        self.plain, self.settled = True, False
+        self._engine, self._timed, self._left = engine, timed, left
+        self._steps = self._alike = self._traces = 0
+        self._parts, self._quiet, self._missed, self._in_a_row = _MANY, 0, 0, 0
+        self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs
         self._host = self._without = self._with = math.inf
 
-    def step_ended(self, replayed: bool) -> Problem | None:
-        """A step has ended. Returns why no further one is to have graphs, None while they may. Hot path."""
+    def misses(self, parts: int) -> bool:
+        """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
+        return self.settled and parts < self._parts
+
+    def step_ended(self, replayed: bool, parts: int, traces: int) -> Problem | None:
+        """A step has ended. Hot path.
+
+        Args:
+            replayed: whether all of its forward and backward came from graphs.
+            parts: how many parts that Dynamo has found were called in it.
+            traces: how often Dynamo has traced so far.
+        Returns:
+            Why no further step is to have graphs, None while they may.
+        """
         if self.plain:
             self._steps += 1
             host, whole = self._interval()
             self._host, self._without = min(self._host, host), min(self._without, whole)
             self.plain = self._steps < _PLAIN
+            self._traces = traces
             return None if self.plain else self._why_none()
-        if not replayed:
-            self._began = None
-        elif self._replays < _REPLAYS + _TIMED:
-            self._replays += 1
-            if self._replays >= _REPLAYS:
+        if not self.settled:
+            self._settle(parts, traces)
+        elif self.misses(parts):
+            self._miss()
+        elif self._alike < _ALIKE + _TIMED:
+            self._in_a_row = 0
+            self._alike += 1
+            if self._alike >= _ALIKE:
                 self._with = min(self._with, self._interval()[1])
-            if self._replays == _REPLAYS + _TIMED:
-                return self._why_no_more()
+            if self._alike == _ALIKE + _TIMED:
+                return self._why_no_more(replayed)
+        else:
+            self._in_a_row = 0
         return None
+
+    def _settle(self, parts: int, traces: int) -> None:
+        """A step has ended in which Dynamo might trace."""
+        now, began = time.perf_counter(), self._began
+        self._cost += 0.0 if began is None else max(0.0, now - began - self._host)
+        self._began = now
+        if traces != self._traces:
+            self._traces, self._quiet, self._parts = traces, 1, _MANY
+        elif self._quiet:  # it has traced
+            self._parts = min(self._parts, parts)
+            self._quiet += 1
+            self.settled = self._quiet > _QUIET
+
+    def _miss(self) -> None:
+        """A step has ended that ran as it is written because Dynamo did not trace it."""
+        self._missed += 1
+        self._in_a_row += 1
+        if self._in_a_row == _QUIET or self._missed * _SAVED * self._host >= self._cost:
+            self.settled, self._began, self._cost = False, None, 0.0
+            self._quiet = self._missed = self._in_a_row = 0
 
     def _interval(self) -> tuple[float, float]:
         """Seconds since the last step ended: until the host was done with this one, and until the device was."""
@@ -91,16 +138,16 @@ class Chooser:
             return Problem(
                 f"the device does not wait for the host, so graphs would save little: {ms}", fix=_ON
             )
-        cost, left = _COST + _COST_OF_MODULE * self._modules(), self._left()
+        cost, left = _COST + _COST_OF_HOST * self._host, self._left()
         fewest = math.ceil(_MARGIN * cost / (_SAVED * self._host))
         if left >= fewest:
             return None
         return Problem(f"{left:.0f} steps are left, and graphs pay after some {fewest} steps", fix=_ON)
 
-    def _why_no_more(self) -> Problem | None:
-        if self._with < math.inf:
+    def _why_no_more(self, replayed: bool) -> Problem | None:
+        if replayed and self._with < math.inf:
             self._timed(self._with, self._without)
-        if self._without >= 0.98 * self._with:
+        if self._with <= 0.98 * self._without:
             return None
         ms = f"{self._without * 1e3:.2f} instead of {self._with * 1e3:.2f} ms"
         return Problem(f"steps are faster without graphs: {ms}")
@@ -108,14 +155,18 @@ class Chooser:
 
 _ON = 'forward="on" makes graphs all the same'
 
+RARE = Problem(
+    "a step differs from those that were traced, by the shapes of its batch or by a branch, and such steps are rare",
+    fix='They run without graphs, because a trace takes longer. forward="on" traces them all',
+)
+
 
 def chooser_for(
     config: PyGraphConfig,
     engine: Engine,
     timed: Callable[[float, float], None],
     left: Callable[[], float],
-    modules: Callable[[], int],
 ) -> Chooser | None:
     """None where graphs are made in any case: times of the emulated engine say nothing."""
     asked = config.forward == "on" or config.on_failure == "raise"
-    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left, modules)
+    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left)

@@ -34,10 +34,11 @@ from pygraph_train.report.announcements import (
 )
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import CaptureRecord, Fallback
-from pygraph_train.step.chooser import Chooser, chooser_for
+from pygraph_train.step.chooser import RARE, Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
+from pygraph_train.torch_private.stock_dynamo import traces
 
 __all__ = ["Loop"]
 
@@ -118,8 +119,7 @@ class Loop:
             return True
         self.active = True
         self.report.began(self._engine.name)
-        given = config, self._engine, self.report.timed, lambda: self.left()
-        self._chooser = chooser_for(*given, lambda: sum(len(list(m.modules())) for m in self._taken))
+        self._chooser = chooser_for(config, self._engine, self.report.timed, lambda: self.left())
         return True
 
     # -- taking over --------------------------------------------------------------------------------
@@ -308,7 +308,8 @@ class Loop:
         report.step_began()
         regions = [call.regions for call in self._calls]
         replays, plain = sum(r.replays for r in regions), sum(r.plain for r in regions)
-        graphed, called = replays > 0 and not plain, plain > 0
+        missed = self._chooser is not None and self._chooser.misses(replays + plain)
+        graphed, called = replays > 0 and not plain and not missed, plain > 0
         for r in regions:
             r.replays = r.plain = 0
             if r.recorded:
@@ -324,8 +325,10 @@ class Loop:
         )
         if self._steps == _PATIENCE and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
+        if missed:
+            self._tell(RARE)
         if regions and self._chooser is not None:
-            self._choose(self._chooser, graphed)
+            self._choose(self._chooser, graphed, replays + plain)
         self._silent = 0 if replays or not regions else self._silent + 1
         if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
             self._break_silence(called=called)
@@ -338,9 +341,11 @@ class Loop:
         report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
-    def _choose(self, chooser: Chooser, graphed: bool) -> None:
+    def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         """Whether graphs of forward and backward are worth their while."""
-        before, why = chooser.plain, chooser.step_ended(graphed)
+        before, why = chooser.plain, chooser.step_ended(graphed, parts, traces())
+        for call in self._calls:
+            call.settle(chooser.settled)
         if why is not None:
             self._tell(why)
             self._remove_modules()

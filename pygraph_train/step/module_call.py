@@ -130,6 +130,10 @@ class ModuleCall:
         executes(FORWARD)
         return call_impl(self._module, *args, **kwargs)
 
+    def settle(self, settled: bool) -> None:
+        """See `CompiledFunction.settled`. Hot path."""
+        self._compiled.settled = settled
+
     @property
     def called(self) -> bool:
         """Whether the module was called while gradients were wanted."""

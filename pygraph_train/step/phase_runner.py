@@ -21,13 +21,13 @@ from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.step.chooser import chooser_for
+from pygraph_train.step.chooser import RARE, chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces_of_others
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces, traces_of_others
 
 __all__ = ["NO_GRAPH", "PhaseRunner", "StepOfPhases", "runner_for", "why_no_phases", "why_update_is_plain"]
 
@@ -70,9 +70,7 @@ class PhaseRunner:
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
         self._hopeless = self._silent = 0
-        self._chooser = chooser_for(
-            config, engine, report.timed, training.left, lambda: len(list(training.program.model.modules()))
-        )
+        self._chooser = chooser_for(config, engine, report.timed, training.left)
         report.runs_with(SEPARATE)
         if config.forward == "off":
             report.note(FORWARD_IS_OFF)
@@ -136,6 +134,7 @@ class PhaseRunner:
         """Call the step's function through `torch.compile`. Hot path."""
         if self._compiled is None or self._compiled.fn != fn:
             self._compiled = CompiledFunction(fn, self._regions)
+        self._compiled.settled = self._chooser is not None and self._chooser.settled
         return self._compiled(*args, **kwargs)
 
     # -- the update --------------------------------------------------------------------------------------
@@ -202,7 +201,10 @@ class PhaseRunner:
         self._told.clear()
         for problem in told:
             training.note(problem)
-        graphed = regions.replays > 0 and not regions.plain
+        parts, chooser = regions.replays + regions.plain, self._chooser
+        if missed := chooser is not None and chooser.misses(parts):
+            training.note(RARE)
+        graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
         training.report.step_ended(plan, updated=step.position.update)
@@ -222,9 +224,9 @@ class PhaseRunner:
             training.step_replayed()
         else:
             training.step_ran()
-        if self._chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
+        if chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
-        if (why := self._chooser.step_ended(graphed)) is not None:
+        if (why := chooser.step_ended(graphed, parts, traces())) is not None:
             self.stop(why)
 
     # -- what else loops ask -----------------------------------------------------------------------------

@@ -235,10 +235,13 @@ class CompiledFunction:
         fn: the user's.
         backend: gets each graph. It is not kept alive.
         **options: further ones of `torch.compile`.
+
+    Attributes:
+        settled: whether what was not traced before runs as it is written.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
-        self.fn = fn
+        self.fn, self.settled = fn, False
         self.growing = Growing()
         self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
         quietly(_tell_dynamo)
@@ -255,7 +258,10 @@ class CompiledFunction:
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
-            return self._compiled(*args, **kwargs)
+            if not self.settled:
+                return self._compiled(*args, **kwargs)
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self._compiled(*args, **kwargs)
         except BaseException:
             torch.set_grad_enabled(graded)  # a graph that switches it and raises leaves it switched
             if here.settings is not None and self._anew < _MOST_ANEW:

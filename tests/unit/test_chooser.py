@@ -14,31 +14,38 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step import chooser, loop, phase_runner
 from pygraph_train.step.chooser import Chooser, chooser_for
+from pygraph_train.torch_private.stock_dynamo import traces
 
 pytestmark = pytest.mark.passes_without_graphs("times are declared")
 
 
 class Times(NamedTuple):
-    """Milliseconds of a plain step on host and device, of a step with graphs, seconds until graphs replay, modules."""
+    """Milliseconds of a plain step on host and device, of a step with graphs, seconds until graphs replay."""
 
     host: float
     device: float
     graphed: float
     cost: float
-    modules: int
 
 
 RUNS = {
-    "MLP": Times(6.7, 0.4, 1.3, 1.4, 34),
-    "BERT": Times(41.5, 8.3, 8.5, 4.3, 233),
-    "MobileNetV3": Times(30.2, 5.0, 12.5, 4.7, 310),
-    "a Llama with adapters, a micro-batch": Times(17.3, 8.0, 10.0, 8.8, 500),
-    "ViT-S": Times(26.7, 4.5, 4.9, 2.3, 155),
-    "a Llama of 1B on a full device": Times(30.0, 95.0, 94.0, 14.0, 230),
-    "ResNet-50 on a full device": Times(25.0, 90.0, 90.0, 5.0, 150),
-    "a model whose graphs are slower": Times(10.0, 3.0, 14.0, 2.0, 60),
-    "a model with hundreds of kernels and no gain": Times(20.0, 19.0, 19.5, 5.0, 250),
+    "MLP": Times(6.7, 0.4, 1.3, 1.4),
+    "BERT": Times(41.5, 8.3, 8.5, 4.3),
+    "MobileNetV3": Times(30.2, 5.0, 12.5, 4.7),
+    "nanoGPT": Times(32.2, 12.0, 17.4, 3.4),
+    "diffusion": Times(14.0, 5.0, 5.6, 1.4),
+    "ViT-S": Times(26.7, 4.5, 4.9, 2.3),
+    "a Llama of 1B on a full device": Times(30.0, 95.0, 94.0, 14.0),
+    "ResNet-50 on a full device": Times(25.0, 90.0, 90.0, 5.0),
+    "a model whose graphs are slower": Times(10.0, 3.0, 14.0, 2.0),
+    "DCGAN, in which each network is traced twice": Times(13.7, 4.0, 7.8, 3.9),
+    "a Llama with adapters, a micro-batch": Times(17.3, 8.0, 10.0, 8.8),
+    "ResNet-18 with a metric that breaks the graph": Times(23.0, 8.0, 18.7, 7.8),
+    "a model with hundreds of kernels and no gain": Times(20.0, 19.0, 19.5, 5.0),
 }
+
+UNFORESEEN = [*RUNS][-4:]
+"""Nobody knows before a trace that these cost more, or save less, than others."""
 
 
 class Machine:
@@ -71,17 +78,16 @@ def play(
     choice = Chooser(
         machine,  # type: ignore[arg-type]
         left=lambda: steps - ran if known else math.inf,
-        modules=lambda: times.modules,
     )
-    why, traced = None, False
+    why, traces = None, 0
     for ran in range(1, steps + 1):  # noqa: B007
         graphed = why is None and not choice.plain
-        if graphed and not traced:
+        if graphed and not traces:
             machine.synchronize()
-            machine.now, traced = machine.now + times.cost, True
+            machine.now, traces = machine.now + times.cost, 1
         plain = times.host / 1e3, times.device / 1e3
         machine.step(*((times.graphed / 2e3, times.graphed / 1e3) if graphed else plain))
-        if why is None and (problem := choice.step_ended(graphed)):
+        if why is None and (problem := choice.step_ended(graphed, int(graphed), traces)):
             why = problem.reason
     machine.synchronize()
     return machine.now, why
@@ -94,14 +100,44 @@ def test_a_run_of_known_length_is_never_slower(run: str, steps: int, monkeypatch
     seconds, _ = play(times, steps, monkeypatch, known=True)
     plain = steps * max(times.host, times.device) / 1e3
     best = min(plain, times.cost + (steps - 3) * times.graphed / 1e3)
-    lost = (
-        2.5 if times.graphed > 1.1 * times.host else 0.5
-    )  # nobody knows that graphs are slower before they are made
-    if run == "a model with hundreds of kernels and no gain":
-        lost = times.cost  # the host of such a run seems to be what others wait for
+    lost = 0.5
+    if run in UNFORESEEN and steps > 300:
+        lost = times.cost
+    if times.graphed > 1.1 * times.host:
+        lost = 2.5
     assert seconds <= max(1.02 * plain, plain + lost)
-    if steps >= 500:
+    if steps >= 1000:
         assert seconds <= max(1.02 * best, best + lost)
+
+
+def test_rare_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of each epoch is smaller. A trace takes 2 seconds, as long as 200 of such steps."""
+    machine, traces, missed = Machine(), 0, []
+    monkeypatch.setattr(chooser, "time", machine)
+    choice = Chooser(machine)  # type: ignore[arg-type]
+    known: set[int] = set()
+
+    def step(rows: int) -> None:
+        nonlocal traces
+        if not (choice.plain or choice.settled or rows in known):
+            known.add(rows)
+            traces += 1
+            machine.now += 2.0
+        graphed = rows in known and not choice.plain
+        machine.step(*((0.002, 0.005) if graphed else (0.0133, 0.005)))
+        missed.append(choice.misses(int(graphed)))
+        assert choice.step_ended(graphed, int(graphed), traces) is None
+
+    for n in range(1, 199 * 50 + 1):
+        step(32 if n % 50 == 0 else 64)
+    assert traces == 1 and sum(missed) == 199 and not choice.misses(1)
+    for n in range(1, 3 * 50 + 1):
+        step(32 if n % 50 == 0 else 64)
+    assert known == {32, 64}  # what was lost by now would have paid for the trace
+    before = traces
+    for _ in range(20):
+        step(48)  # from now on
+    assert traces == before + 1 and sum(missed[-20:]) == chooser._QUIET
 
 
 def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +147,8 @@ def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "the host needs 25.0 ms of a step of 90.0 ms"
     )
     _, short = play(RUNS["BERT"], 100, monkeypatch, known=True)
-    assert short == "97 steps are left, and graphs pay after some 168 steps"
-    _, slower = play(RUNS["a model whose graphs are slower"], 500, monkeypatch, known=True)
+    assert short == "97 steps are left, and graphs pay after some 465 steps"
+    _, slower = play(RUNS["a model whose graphs are slower"], 500, monkeypatch, known=False)
     assert slower == "steps are faster without graphs: 10.00 instead of 14.00 ms"
     assert play(RUNS["BERT"], 500, monkeypatch, known=True)[1] is None
 
@@ -128,7 +164,7 @@ def test_times_go_to_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = Chooser(machine, report.timed)  # type: ignore[arg-type]
     for _ in range(40):
         machine.step(0.003, 0.001) if choice.plain else machine.step(0.001, 0.002)
-        choice.step_ended(not choice.plain)
+        choice.step_ended(not choice.plain, 1, int(not choice.plain))
     assert report.trial_seconds == pytest.approx((0.002, 0.003))
 
 
@@ -136,7 +172,7 @@ def test_nothing_is_timed_where_graphs_are_made_in_any_case() -> None:
     machine = Machine()
 
     def made(**options: str) -> Chooser | None:
-        return chooser_for(PyGraphConfig(**options), machine, lambda a, b: None, lambda: math.inf, lambda: 1)  # type: ignore[arg-type]
+        return chooser_for(PyGraphConfig(**options), machine, lambda a, b: None, lambda: math.inf)  # type: ignore[arg-type]
 
     assert isinstance(made(), Chooser)
     assert made(forward="on") is None and made(on_failure="raise") is None
@@ -171,17 +207,86 @@ def _accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[An
     return step, plugin.report
 
 
+def _choose(monkeypatch: pytest.MonkeyPatch, plain: float, graphed: float) -> None:
+    """Have loops on the CPU choose, by these seconds of a step."""
+    for module in (loop, phase_runner):
+        monkeypatch.setattr(module, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    monkeypatch.setattr(Chooser, "_interval", lambda self: (plain if self.plain else graphed,) * 2)
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+def test_a_loop_traces_no_rare_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with fewer rows run as they are written, and nothing is traced for them."""
+    _choose(monkeypatch, 1e-4, 1e-5)
+    model, twin = _small(), _small()
+    step, report = make(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, fused=True)
+    counts, traced = [], []
+    for n in range(1, 61):
+        x = torch.randn(2 if n % 20 == 0 else 3, 4)
+        step(x)
+        optimizer.zero_grad()
+        twin(x).square().mean().backward()
+        optimizer.step()
+        counts.append(report().to_dict()["phases_from_graphs"]["F"])
+        traced.append(traces())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert counts[-1] >= 50 and [counts[n] - counts[n - 1] for n in (19, 39, 59)] == [0, 0, 0]
+    assert traced[18] == traced[-1]
+    assert str(chooser.RARE.reason) in str(report().to_dict()["fallbacks"])
+
+
+class _InTwoParts(nn.Module):
+    """Its second part takes another branch where it is `odd`."""
+
+    odd = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _small(), _small()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first(x), x[:, :2]], 1)
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        return x.sin().cos() if self.odd else x.cos().sin()
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+def test_a_part_of_a_rare_step_comes_from_its_graph(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(monkeypatch, 1e-4, 1e-5)
+    model, twin = _InTwoParts(), _InTwoParts()
+    step, report = make(model, torch.optim.AdamW(model.parameters(), 0.1, fused=True))
+    optimizer = torch.optim.AdamW(twin.parameters(), 0.1, fused=True)
+    counts, traced = [], []
+    for n in range(1, 61):
+        x = torch.randn(3, 4)
+        model.odd = twin.odd = n % 20 == 0
+        step(x)
+        optimizer.zero_grad()
+        twin(x).square().mean().backward()
+        optimizer.step()
+        counts.append(report().to_dict()["phases_from_graphs"]["F"])
+        traced.append(traces())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert counts[-1] >= 50 and [counts[n] - counts[n - 1] for n in (19, 39, 59)] == [0, 0, 0]
+    assert traced[18] == traced[-1]
+
+
 @pytest.mark.parametrize("make", [_graphed, _accelerated])
 def test_a_loop_keeps_to_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three plain steps, graphs, and none any more where they are slower."""
-    for module in (loop, phase_runner):
-        monkeypatch.setattr(module, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
-    monkeypatch.setattr(Chooser, "_interval", lambda self: (1.0, 1.0) if self.plain else (2.0, 2.0))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    _choose(monkeypatch, 1.0, 2.0)
+    model = _small()
     step, report = make(model, torch.optim.SGD(model.parameters(), 0.01, fused=True))
     counts = []
     for _ in range(60):
         step(torch.randn(3, 4))
         counts.append(report().to_dict()["phases_from_graphs"]["F"])
-    assert counts[3] == 0 and counts[-1] == chooser._REPLAYS + chooser._TIMED == counts[-20]
+    assert counts[3] == 0 and counts[-1] == chooser._QUIET + chooser._ALIKE + chooser._TIMED == counts[-12]
     assert "steps are faster without graphs" in str(report().to_dict()["fallbacks"])
