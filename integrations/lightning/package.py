@@ -52,7 +52,8 @@ def batches_left(trainer: Any) -> float:
         epochs * trainer.num_training_batches - trainer.fit_loop.total_batch_idx if epochs > 0 else math.inf
     )
     updates = steps - trainer.global_step if steps > 0 else math.inf
-    return min(float(batches), float(updates) * trainer.accumulate_grad_batches)
+    each = len(trainer.optimizers) or 1  # updates of manual optimization count for each optimizer
+    return min(float(batches), float(updates) * trainer.accumulate_grad_batches / each)
 
 
 def base_of(owner: Any) -> type | None:

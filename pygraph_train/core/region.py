@@ -87,6 +87,7 @@ class PhaseRegions:
 
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
+        parts: in the present step, calls of regions.
         hooked: whether autograd accumulates gradients in the present step, because parameters have hooks.
         recorded, seconds: recordings since they were reported last, and the time they took.
     """
@@ -107,7 +108,7 @@ class PhaseRegions:
         self.tensors, self.tell = tensors, tell
         self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
-        self.replays = self.plain = self.recorded = 0
+        self.replays = self.plain = self.parts = self.recorded = 0
         self.seconds = 0.0
         self.hooked = False
         self.regions: list[PhaseRegion] = []
@@ -287,6 +288,7 @@ class PhaseRegion:
         """Run the graph. Hot path."""
         self.calls += 1
         owner = self.owner
+        owner.parts += 1
         if not (owner.inference or torch.is_grad_enabled()):  # no backward goes through it
             return self._plainly(*given)
         if self.reason is not None or owner.closed:

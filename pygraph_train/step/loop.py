@@ -308,10 +308,11 @@ class Loop:
         report.step_began()
         regions = [call.regions for call in self._calls]
         replays, plain = sum(r.replays for r in regions), sum(r.plain for r in regions)
-        missed = self._chooser is not None and self._chooser.misses(replays + plain)
+        parts = sum(r.parts for r in regions)
+        missed = self._chooser is not None and self._chooser.misses(parts)
         graphed, called = replays > 0 and not plain and not missed, plain > 0
         for r in regions:
-            r.replays = r.plain = 0
+            r.replays = r.plain = r.parts = 0
             if r.recorded:
                 report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps))
                 r.recorded, r.seconds = 0, 0.0
@@ -328,7 +329,7 @@ class Loop:
         if missed:
             self._tell(RARE)
         if regions and self._chooser is not None:
-            self._choose(self._chooser, graphed, replays + plain)
+            self._choose(self._chooser, graphed, parts)
         self._silent = 0 if replays or not regions else self._silent + 1
         if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
             self._break_silence(called=called)

@@ -95,7 +95,8 @@ class PhaseRunner:
             return run(plain_call)
         try:
             regions = self._regions
-            regions.replays, regions.plain, regions.hooked = 0, 0, False
+            regions.replays = regions.plain = regions.parts = 0
+            regions.hooked = False
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
@@ -201,8 +202,8 @@ class PhaseRunner:
         self._told.clear()
         for problem in told:
             training.note(problem)
-        parts, chooser = regions.replays + regions.plain, self._chooser
-        if missed := chooser is not None and chooser.misses(parts):
+        chooser = self._chooser
+        if missed := chooser is not None and chooser.misses(regions.parts):
             training.note(RARE)
         graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
@@ -226,7 +227,7 @@ class PhaseRunner:
             training.step_ran()
         if chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
-        if (why := chooser.step_ended(graphed, parts, traces())) is not None:
+        if (why := chooser.step_ended(graphed, regions.parts, traces())) is not None:
             self.stop(why)
 
     # -- what else loops ask -----------------------------------------------------------------------------
