@@ -159,6 +159,7 @@ def _prepare_trace() -> None:
         _here.settings = changes
         quietly(lambda: changes.enter_context(without_advice()))
         quietly(lambda: changes.enter_context(_not_capturable()))
+        quietly(lambda: changes.enter_context(_inner_leaves()))
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
     _here.traces += 1
     _here.others += not _here.called
@@ -173,6 +174,35 @@ def _not_capturable() -> Iterator[None]:
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
     with mock.patch.object(OptimizerVariable, "_set_capturable"):
+        yield
+
+
+def _require_grad(tensor: torch.Tensor) -> None:
+    before = torch._C._functorch.get_inplace_requires_grad_allowed()
+    torch._C._functorch.set_inplace_requires_grad_allowed(True)  # AOTAutograd traces it as well
+    tensor.requires_grad_()
+    torch._C._functorch.set_inplace_requires_grad_allowed(before)
+
+
+@contextmanager
+def _inner_leaves() -> Iterator[None]:
+    """Around a trace: `requires_grad_()` of what the step has computed is an operation, as in plain training. Dynamo
+    breaks the graph there, and in each function around it: adapters with gradient checkpointing take it 32 traces.
+    (2.11 to 2.15)"""
+    from torch._dynamo.variables import TensorVariable
+
+    stock = TensorVariable.method_requires_grad_
+
+    def method(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        example = self.as_proxy().node.meta["example_value"]
+        wanted = requires_grad is True or requires_grad.as_python_constant()
+        if self.source or not wanted or example.requires_grad:
+            return stock(self, tx, requires_grad)
+        tx.output.create_proxy("call_function", _require_grad, (self.as_proxy(),), {})
+        self.requires_grad = example.requires_grad_().requires_grad
+        return self
+
+    with mock.patch.object(TensorVariable, "method_requires_grad_", method):
         yield
 
 
