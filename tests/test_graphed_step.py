@@ -1060,7 +1060,7 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
     if reentrant and given == "batch":
         both(script, replays=40)
     else:
-        both(script, replays=15)  # of the update: the checkpoint draws random numbers
+        both(script, replays=15)
 
 
 def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pygraph_train.problems import frames_in, is_user_file
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
@@ -45,7 +47,8 @@ _WRITING_OPERATORS = {
 def _checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd.
 
-    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay.
+    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay. What is
+    drawn in it is kept: no recording can set the state of a generator back.
     """
     leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or t.requires_grad]
 
@@ -55,7 +58,47 @@ def _checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
             inputs[i] = t
         return body(*inputs)
 
-    return checkpoint(run, *(args[i] for i in leads), use_reentrant=False, preserve_rng_state=True)
+    draws, given = _draws(body), [args[i] for i in leads]
+    contexts = _drawn_once if draws else noop_context_fn
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=not draws, context_fn=contexts)
+
+
+def _drawn_once() -> tuple[_Draws, _Draws]:
+    kept: list[Any] = []
+    return _Draws(kept, again=False), _Draws(kept, again=True)
+
+
+class _Draws(TorchDispatchMode):
+    """Keeps what operations draw, or has them give that `again`. Others may write it, so each gets a copy."""
+
+    def __init__(self, kept: list[Any], *, again: bool) -> None:
+        super().__init__()
+        self._kept, self._again, self._position = kept, again, 0
+
+    def __enter__(self) -> _Draws:
+        self._position = 0
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in operation.tags:
+            return operation(*args, **given)
+        schema = operation._schema
+        places = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+        written = [args[i] if i < len(args) else given[schema.arguments[i].name] for i in places]
+        if not self._again:
+            made = operation(*args, **given)
+            self._kept.append(_copied((written, made)))
+            return made
+        drawn, made = self._kept[self._position]
+        self._position += 1
+        for tensor, value in zip(written, drawn, strict=True):
+            tensor.copy_(value)
+        return written[0] if any(r.alias_info for r in schema.returns) else _copied(made)
+
+
+_copied = functools.partial(tree_map_only, Tensor, Tensor.clone)
 
 
 def _name(node: Node) -> str:
@@ -179,9 +222,6 @@ def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
             return gm, f"eager kernels cannot compute {target.name()}"
     if changed:
         gm.recompile()
-        bodies = [m for m in gm.modules() if isinstance(m, GraphModule) and m is not gm]
-        if any(map(_draws, bodies)):
-            return gm, "a checkpoint in it draws random numbers"
     return gm, None
 
 
@@ -221,8 +261,22 @@ def _read_random_numbers(gm: GraphModule) -> bool:
     return bool(drawn)
 
 
-def _draws(body: GraphModule) -> bool:
-    if any(isinstance(m, nn.Dropout) and m.p for m in body.modules()):
+_DRAWING = re.compile(
+    "drop|rand|bernoulli|normal|uniform|nomial|poisson|exponential|cauchy|geometric|rnn|lstm|gru"
+)
+
+
+def _draws(body: Any) -> bool:
+    """Whether a part of a step may draw random numbers."""
+    if not isinstance(body, GraphModule):
         return True
-    names = [str(n.target) for n in body.graph.nodes if n.op.startswith("call")]
-    return any(word in name for name in names for word in ("drop", "rand", "bernoulli", "normal"))
+    parts = list(body.modules())
+    called = [
+        n for m in parts if isinstance(m, GraphModule) for n in m.graph.nodes if n.op.startswith("call")
+    ]
+    attention = [n for n in called if "attention" in str(n.target)]
+    return (
+        any(isinstance(m, nn.Dropout) and m.p for m in parts)
+        or any(_DRAWING.search(str(n.target)) for n in called)
+        or any(n.kwargs.get("dropout_p") or any(n.args[4:5]) for n in attention)
+    )

@@ -202,7 +202,11 @@ def _inner_leaves() -> Iterator[None]:
         self.requires_grad = example.requires_grad_().requires_grad
         return self
 
-    with mock.patch.object(TensorVariable, "method_requires_grad_", method):
+    with ExitStack() as changes:
+        changes.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
+        if "requires_grad_" in (table := getattr(TensorVariable, "tp_methods", {})):  # 2.15
+            known = {"requires_grad_": type(table["requires_grad_"])(method)}
+            changes.enter_context(mock.patch.dict(table, known))
         yield
 
 

@@ -14,6 +14,8 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from pygraph_train.torch_private.stock_dynamo import traces
+
 from .compare import Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of
 
@@ -64,12 +66,39 @@ def test_lora_trains_its_own_weights_only(run: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0]
+
+
+@pytest.mark.parametrize(
+    "drawing", [nn.Identity(), nn.Dropout(0.3), nn.Dropout(0.3, inplace=True), nn.RReLU(), Attention()]
+)
 @pytest.mark.quick
-@same_as_plain(refused="a checkpoint may draw random numbers")
-def test_gradient_checkpointing(run: Run, dropout: float) -> None:
-    inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 8))
+@same_as_plain(replays=12)
+def test_gradient_checkpointing(run: Run, drawing: nn.Module) -> None:
+    """What is computed again in the backward draws the numbers of the forward, as it does in plain training."""
+    inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), drawing, nn.Linear(8, 8), nn.Dropout(0.1))
     trains(run, nn.Sequential(nn.Linear(6, 8), Checkpointed(inner, False), nn.Linear(8, 3)))
+
+
+@same_as_plain(replays=12)
+def test_adapters_behind_checkpoints(run: Run) -> None:
+    """A hook has the frozen embedding's result require gradients, as transformers and PEFT do for checkpoints."""
+    inner = nn.Sequential(Lora(nn.Linear(8, 8)), nn.Dropout(0.2))
+    model = nn.Sequential(nn.Linear(6, 8).requires_grad_(False), Checkpointed(inner, False), nn.Linear(8, 3))
+
+    def requires_gradients(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.requires_grad_(True)
+
+    model[0].register_forward_hook(requires_gradients)
+    before = traces()
+    trains(
+        run,
+        model,
+        optimizer=lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], fused=True),
+    )
+    assert traces() - before <= 2
 
 
 @same_as_plain(refused="gradients are computed inside of a backward of Python")
