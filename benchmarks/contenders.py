@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.backend_trial import MIB
 from benchmarks.children import TimeOver
 from benchmarks.zoo_models.entry import Parts, seed
 from pygraph_train import GraphedStep, StepReport
@@ -33,6 +32,7 @@ __all__ = [
 ]
 
 BATCHES = 4
+MIB = 2**20
 LEARNING_RATE = 2.0**-13
 """About 1e-4, and the same number in float32: a graph holds it on the device in float32."""
 LASTING = 10

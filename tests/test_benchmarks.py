@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
-from benchmarks import known_issues
 from benchmarks.children import row_of_process
 
 ROOT = Path(__file__).parents[1]
@@ -102,11 +101,3 @@ def test_recipes(tmp_path):
         "benchmarks.recipes", ("ppo", "plain"), ["--scale=tiny", "--device=cpu"], timeout_s=1
     )
     assert cut == {"error": "timed out after 1 s"}
-
-
-@pytest.mark.slow
-def test_known_issues(tmp_path):
-    path = tmp_path / "issues.json"
-    assert known_issues.main(["--device", "cpu", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 5 and {row["mode"] for row in rows} == {"pygraph"}
