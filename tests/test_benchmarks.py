@@ -101,3 +101,17 @@ def test_recipes(tmp_path):
         "benchmarks.recipes", ("ppo", "plain"), ["--scale=tiny", "--device=cpu"], timeout_s=1
     )
     assert cut == {"error": "timed out after 1 s"}
+
+
+@pytest.mark.slow
+def test_zoo(tmp_path):
+    options = ("--names", "PPO;SimCLR;resnet18", "--processes", "2", "--logs", str(tmp_path))
+    record = run("benchmarks.zoo", tmp_path / "zoo.json", *options)
+    assert record["timing_claim"] is False and record["not_run"] == []
+    rows = {row["name"]: row for row in record["rows"]}
+    for name in ("PPO", "SimCLR"):
+        assert rows[name]["stage"] == "done" and rows[name]["error"] is None
+        assert {len(found.get("windows_ms", ())) for found in rows[name]["modes"].values()} == {0, 2}
+    assert record["summary"]["whole"] >= 2 and record["summary"]["losses_differ"] == []
+    cut = run("benchmarks.zoo", tmp_path / "cut.json", "--names", "PPO", "--seconds", "0.5")
+    assert cut["rows"][0]["error"] == "the time for the whole run was over"
