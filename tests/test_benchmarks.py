@@ -74,13 +74,12 @@ def test_lightning_step(tmp_path):
     assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
 
-def test_host_cost(tmp_path):
-    record = run("benchmarks.host_cost", tmp_path / "host.json", "--models", "mlp", "--calls", "5")
+def test_phases(tmp_path):
+    record = run("benchmarks.phases", tmp_path / "phases.json", "--models", "mlp", "--seconds", "0.1")
     assert record["timing_claim"] is False
     (row,) = record["rows"]
-    assert row["error"] is None and row["steady"] and row["median_us"] > 0
-    assert set(row["parts_us"]) == {"batch in", "launch", "rest"}
-    assert all(us > 0 for us in row["parts_us"].values())
+    assert row["error"] is None and row["bits"] is True
+    assert row["ours_us"] > 0 and row["report"]["steps_replayed"] > 60
 
 
 def test_recipes(tmp_path):
