@@ -82,7 +82,7 @@ gpu-test: $(READY) ## the contract with CUDA graphs, and the tests that need a G
 hunt: $(READY) ## thousands of generated training runs, with and without the library (ARGS="--cases 5000 --seed 1")
 	$(PY) -m tests.generator.hunt $(ARGS)
 
-bench: $(READY) ## the benchmark behind the README's table (without a GPU: tiny models, no timing claim)
+bench: $(READY) ## training steps in a stock Lightning Trainer in five ways (without a GPU: tiny models, no timing claim)
 	$(PY) -m benchmarks.lightning_step --scale $(BENCH_SCALE) $(ARGS)
 
 clean: ## remove caches and build outputs (the environment stays: rm -r .venv)

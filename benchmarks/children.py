@@ -1,12 +1,7 @@
-"""Measurements in processes of their own, several at a time, of which one is measured alone.
+"""Measurements in processes of their own: one after the other, or several that set up side by side.
 
-The parent starts the processes and lets them set up side by side. A process that is ready to be measured waits until
-the parent has stopped all others; they go on when it is done. So no other process uses the GPU or the processors while
-one is measured, and most of the time of a run is spent by many processes together.
-
-Processes of one group are measured together, when all of them that have not ended are ready: the parent asks them in
-turns, and each of them runs only until it has answered. What was measured may call for more processes of the group;
-those that were not told to end wait for them, and are measured again with them.
+Of those that set up side by side, one is measured at a time: a process that is ready waits until the parent has stopped
+all others, and they go on when it is done. So nothing else uses the GPU or the processors while it is measured.
 """
 
 from __future__ import annotations
@@ -17,106 +12,21 @@ import json
 import math
 import os
 import select
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-__all__ = [
-    "CUT",
-    "END",
-    "LAST_S",
-    "OVER",
-    "Ask",
-    "Job",
-    "TimeOver",
-    "Turns",
-    "end_with_parent",
-    "row_of_process",
-    "run_jobs",
-]
+__all__ = ["Job", "Turn", "row_of_process", "run_jobs"]
 
-READY, GO, DONE, END = "ready", "go", "done", "end"
-CUT = OVER, INTERRUPTED = "the time for the whole run was over", "interrupted"
-"""Ends of a job of which nothing is wrong."""
 PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
-LAST_S = 20.0
-"""Seconds after the time for the whole run in which processes that are ready by then are measured."""
-WAITING = 4
-"""Groups are begun as long as all of their processes are at most so many times those that may run at a time."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One process.
-
-    Attributes:
-        name: for messages; no other job has it.
-        arguments: of the Python interpreter.
-        log: where its standard output and its errors go.
-        group: of jobs that are measured together, and follow each other. Without one a job is measured by itself.
-        after: the name of a job of the group. Until that one is ready, or has ended, this one is not begun.
-    """
-
-    name: str
-    arguments: Sequence[str]
-    log: Path
-    group: str | None = None
-    after: str | None = None
-
-    @property
-    def team(self) -> str:
-        """The group; of a job without one, its name."""
-        return self.group or self.name
-
-
-class TimeOver(Exception):
-    """Nothing more can be asked, because the time for the whole run is over."""
-
-
-Ask = Callable[[Job, str], str | None]
-"""Lets the process of a job answer a line, while no other process runs; None if it has ended."""
-
-
-class Turns:
-    """The side of a process that is started. Everything that is printed from now on goes to standard error."""
-
-    def __init__(self) -> None:
-        self._to_parent = os.dup(1)
-        os.dup2(2, 1)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """The only process of the run that goes on, inside."""
-        self._say(READY)
-        self._hear()
-        try:
-            yield
-        finally:
-            self._say(DONE)
-
-    def answer(self, answer: Callable[[str], str]) -> None:
-        """Answer each line of the parent, until it asks for the end."""
-        self._say(READY)
-        while (asked := self._hear()) != END:
-            self._say(answer(asked))
-        self._say(DONE)
-
-    def _say(self, line: str) -> None:
-        os.write(self._to_parent, f"{line}\n".encode())
-
-    def _hear(self) -> str:
-        if not (line := sys.stdin.readline()):
-            raise SystemExit("the parent is gone")
-        return line.rstrip("\n")
 
 
 def row_of_process(module: str, row: Sequence[str], options: Sequence[str], timeout_s: int) -> dict[str, Any]:
@@ -153,22 +63,83 @@ def row_of_process(module: str, row: Sequence[str], options: Sequence[str], time
         return {"error": None, **row, **({"error": error} if error else {})}
 
 
-def _begin(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *job.arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        start_new_session=True,  # so that its own children are ended with it
-        preexec_fn=end_with_parent,
-        bufsize=0,
-    )
+class Turn:
+    """The side of a process that is started. Everything that is printed from now on goes to standard error."""
+
+    def __init__(self) -> None:
+        self._to_parent = os.dup(1)
+        os.dup2(2, 1)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """The only process of the run that goes on, inside."""
+        os.write(self._to_parent, b"ready\n")
+        if not sys.stdin.readline():
+            raise SystemExit("the parent is gone")
+        try:
+            yield
+        finally:
+            os.write(self._to_parent, b"done\n")
 
 
-def _go(jobs: Sequence[Job], ask: Ask) -> None:
-    """Each job makes what it has in `Turns.alone`."""
-    for job in jobs:
-        ask(job, GO)
+@dataclass(frozen=True)
+class Job:
+    """One process, with arguments of the Python interpreter, and a file for what it prints."""
+
+    name: str
+    arguments: Sequence[str]
+    log: Path
+
+
+class _Child:
+    """The process of a job, in a group of processes of its own."""
+
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        self.job, self.limit = job, time.monotonic() + timeout_s
+        with job.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *job.arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+                bufsize=0,
+            )
+
+    def fileno(self) -> int:
+        """Where it is heard, for `select`."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def hear(self) -> bytes:
+        """What it says; nothing when it has ended."""
+        return os.read(self.fileno(), 4096)
+
+    def go(self) -> None:
+        """Let it measure, until it says that it is done, has ended, or its time is over."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.write(b"go\n")
+        select.select([self], [], [], max(0.0, self.limit - time.monotonic()))
+
+    def signal(self, what: signal.Signals) -> None:
+        """To it and to all that it has begun."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, what)
+
+    def end(self, why: str | None) -> str | None:
+        """Wait for its end, or make one if there is a reason; what was wrong with it."""
+        if why is not None:
+            self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        if why is None and code:
+            lines = self.job.log.read_text(errors="replace").strip().splitlines() or [""]
+            why = f"ended with status {code}: {lines[-1][:300]}"
+        return why
 
 
 def run_jobs(
@@ -177,220 +148,66 @@ def run_jobs(
     *,
     processes: int,
     timeout_s: float,
-    ready_s: float = math.inf,
     seconds: float | None = None,
-    measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None] = _go,
-    begin: Callable[[Job, IO[bytes]], Any] = _begin,
 ) -> list[Job]:
     """Run all jobs, at most `processes` at a time. For the main thread.
 
-    Jobs that wait for others of their group are not counted, or these might never begin.
-
     Args:
-        ended: called after each job, with what is wrong with its end: a time-out, a signal, or None.
-        timeout_s: for one group. The time in which a job waits, or others are measured, is not counted.
-        ready_s: for one job, until it is ready to be measured; and for each of its answers.
-        seconds: for all of them. A job that is not ready by then is killed, and those that are left are not begun.
-        measure: called for each group, with those of its jobs that are ready when the others have ended. The jobs that
-            it returns are begun next; it is called again when they are ready, with those that were not told to end.
-        begin: starts the process of a job, in a group of processes of its own; has what `subprocess.Popen` has.
+        ended: called after each job, with what is wrong with its end: a time-out, a status, or None.
+        timeout_s: for one job. The time in which others are measured is not counted.
+        seconds: for all of them. Jobs that are not done by then are killed, and those that are left are not begun.
 
     Returns:
         The jobs that were not begun.
     """
+    left, children = deque(jobs), list[_Child]()
     end = math.inf if seconds is None else time.monotonic() + seconds
-    pool = _Pool(ended, measure, begin, timeout_s, min(ready_s, timeout_s), end + LAST_S)
-    pool.left += jobs
-    not_begun: list[Job] = []
+
+    def remove(child: _Child, why: str | None) -> None:
+        children.remove(child)
+        ended(child.job, child.end(why))
+
     before = signal.signal(signal.SIGTERM, _interrupted)  # or the children would outlive a run that is cut
+    why = "interrupted"
     try:
-        while pool.left or pool.children:
-            if time.monotonic() > end:
-                not_begun += pool.left
-                pool.left.clear()
-                pool.stop([c for c in pool.children if not (c.waits or c.measured)], OVER)
-            if time.monotonic() > end + LAST_S:
-                pool.stop(pool.children, OVER)
-            pool.start(processes)
-            pool.listen()
-            pool.take_turn()
-            pool.expire()
+        while (left or children) and time.monotonic() < end:
+            while left and len(children) < processes:
+                children.append(_Child(left.popleft(), timeout_s))
+            for child in select.select(children, [], [], 0.2)[0]:
+                said = child.hear()
+                if not said:
+                    remove(child, None)
+                elif b"ready" in said:
+                    _measure(child, [other for other in children if other is not child])
+            for child in [c for c in children if time.monotonic() > c.limit]:
+                remove(child, f"timed out after {timeout_s:g} s")
+        why = "the time for the whole run was over"
     finally:
-        pool.stop(pool.children, INTERRUPTED)
-        signal.signal(signal.SIGTERM, before)
-    return not_begun
-
-
-@dataclass(eq=False)
-class _Child:
-    job: Job
-    process: Any  # subprocess.Popen[bytes], or alike
-    log: IO[bytes]
-    limit: float  # on the clock of `_Pool.clock`
-    why: str  # what is wrong when it is over
-    lines: deque[str] = field(default_factory=deque)
-    waits: bool = False
-    waits_since: float = 0.0
-    measured: bool = False
-    told_to_end: bool = False
-    rest: str = ""
-
-    def hear(self) -> bool:
-        """Keep what it says; whether it can say more."""
-        assert self.process.stdout is not None
-        said = os.read(self.process.stdout.fileno(), 4096).decode(errors="replace")
-        *lines, self.rest = (self.rest + said).split("\n")
-        self.lines += lines
-        return bool(said)
-
-
-class _Pool:
-    def __init__(
-        self,
-        ended: Callable[[Job, str | None], None],
-        measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None],
-        begin: Callable[[Job, IO[bytes]], Any],
-        timeout_s: float,
-        ready_s: float,
-        last: float,
-    ) -> None:
-        self.left: deque[Job] = deque()
-        self.children: list[_Child] = []
-        self._ended, self._measure, self._begin = ended, measure, begin
-        self._timeout_s, self._ready_s, self._last = timeout_s, ready_s, last
-        self._begun: dict[str, float] = {}  # groups
-        self._stopped_s = 0.0
-        self._selector = selectors.DefaultSelector()
-
-    def clock(self) -> float:
-        """Seconds in which all children could run."""
-        return time.monotonic() - self._stopped_s
-
-    def start(self, processes: int) -> None:
-        """Start what may run now."""
-        while (job := self._next(processes)) is not None:
-            self.left.remove(job)
-            self._start(job)
-
-    def _next(self, processes: int) -> Job | None:
-        """The first job that may begin. Those that wait take no processor; but they hold memory."""
-        if sum(not child.waits for child in self.children) >= processes:
-            return None
-        begun = {child.job.team for child in self.children}
-        unready = {job.name for job in self.left}
-        unready |= {child.job.name for child in self.children if not (child.waits or child.measured)}
-        sizes = Counter(job.team for job in self.left)
-        room = WAITING * processes - len(self.children) - sum(sizes[team] for team in begun)
-        for job in self.left:
-            if job.after not in unready and (job.team in begun or not begun or sizes[job.team] <= room):
-                return job
-        return None
-
-    def _start(self, job: Job) -> None:
-        log = job.log.open("wb")
-        process = self._begin(job, log)
-        begun = self._begun.setdefault(job.team, self.clock())
-        limits = {self.clock() + self._ready_s: self._ready_s, begun + self._timeout_s: self._timeout_s}
-        limit = min(limits)
-        child = _Child(job, process, log, limit, f"timed out after {limits[limit]:g} s")
-        self.children.append(child)
-        assert process.stdout is not None
-        self._selector.register(process.stdout, selectors.EVENT_READ, child)
-
-    def listen(self) -> None:
-        """Wait a moment for what children say."""
-        for key, _ in self._selector.select(0.2):
-            child: _Child = key.data
-            if not child.hear():
-                self._remove(child, None)
-        for child in self.children:
-            if READY in child.lines:
-                child.waits, child.waits_since = True, self.clock()
-                child.lines.clear()
-
-    def take_turn(self) -> None:
-        """Measure a group whose processes are ready, while all others are stopped."""
-        for team in dict.fromkeys(child.job.team for child in self.children):
-            group = [child for child in self.children if child.job.team == team]
-            if all(child.waits for child in group) and all(job.team != team for job in self.left):
-                self._take_turn(group)
-                break
-
-    def _take_turn(self, group: Sequence[_Child]) -> None:
-        begun, waited_until = time.monotonic(), self.clock()
-        of_job = {child.job.name: child for child in group}
-        all_of_them = _groups_of([child.process.pid for child in self.children])
-        _signal(all_of_them, signal.SIGSTOP)
-        time.sleep(PAUSE)
-        more: Sequence[Job] | None = None
-        try:
-            more = self._measure([c.job for c in group], lambda job, line: self._ask(of_job[job.name], line))
-        except TimeOver:
-            pass
-        finally:
-            _signal(all_of_them, signal.SIGCONT)
-        self._stopped_s += time.monotonic() - begun
-        for child in group:
-            if child.told_to_end or not more:
-                child.waits, child.measured = False, True
-                child.limit += waited_until - child.waits_since
-        if more:
-            self.left.extendleft(reversed(more))
-            self._begun[more[0].team] = self.clock()
-
-    def _ask(self, child: _Child, line: str) -> str | None:
-        if child not in self.children:
-            return None
-        assert child.process.stdin is not None
-        child.lines.clear()
-        child.told_to_end = line == END
-        _signal([child.process.pid], signal.SIGCONT)
-        with contextlib.suppress(OSError):  # it has ended
-            child.process.stdin.write(f"{line}\n".encode())
-        limit = time.monotonic() + self._ready_s
-        while not child.lines:
-            left = min(limit, self._last) - time.monotonic()
-            if left < 0 and limit > self._last:
-                raise TimeOver
-            if left < 0:
-                self._remove(child, f"timed out after {self._ready_s:g} s while it was measured")
-                return None
-            if select.select([child.process.stdout], [], [], min(left, 1.0))[0] and not child.hear():
-                self._remove(child, None)
-                return None
-        _signal([child.process.pid], signal.SIGSTOP)
-        return child.lines.popleft()
-
-    def expire(self) -> None:
-        """Kill children whose time is over."""
-        for child in [c for c in self.children if self.clock() > c.limit and not c.waits]:
-            self._remove(child, child.why)
-
-    def stop(self, children: Iterable[_Child], why: str) -> None:
-        """Kill these children."""
         for child in list(children):
-            self._remove(child, why)
+            remove(child, why)
+        signal.signal(signal.SIGTERM, before)
+    return list(left)
 
-    def _remove(self, child: _Child, why: str | None) -> None:
-        assert child.process.stdout is not None and child.process.stdin is not None
-        if why is not None:
-            _signal([child.process.pid], signal.SIGKILL)
-        with contextlib.suppress(KeyError):  # an interrupt came in the midst of this before
-            self._selector.unregister(child.process.stdout)
-        code = child.process.wait()
-        for stream in (child.process.stdout, child.process.stdin, child.log):
-            stream.close()
-        self.children.remove(child)
-        if why is None and code:
-            why = f"ended with status {code}: {_last_line(child.job.log)}"
-        self._ended(child.job, why)
+
+def _measure(child: _Child, others: Sequence[_Child]) -> None:
+    """Let one child go on while all others are stopped."""
+    begun = time.monotonic()
+    for other in others:
+        other.signal(signal.SIGSTOP)
+    try:
+        time.sleep(PAUSE)
+        child.go()
+    finally:
+        for other in others:
+            other.limit += time.monotonic() - begun
+            other.signal(signal.SIGCONT)
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SIGNAL_WHEN_THE_PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """A process whose parent is killed would go on, or stay stopped."""
     if _LIBC is not None:
         _LIBC.prctl(_SIGNAL_WHEN_THE_PARENT_DIES, signal.SIGKILL)
@@ -398,29 +215,3 @@ def end_with_parent() -> None:
 
 def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def _groups_of(pids: Sequence[int]) -> set[int]:
-    """Process groups of these and of all that they have begun."""
-    below: dict[int, list[tuple[int, int]]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            _, parent, group = path.read_text().rpartition(")")[2].split()[:3]
-            below.setdefault(int(parent), []).append((int(path.parent.name), int(group)))
-    found, queue = set(pids), list(pids)
-    for pid in queue:
-        for child, group in below.get(pid, ()):
-            queue.append(child)
-            found.add(group)
-    return found
-
-
-def _signal(groups: Iterable[int], what: signal.Signals) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, what)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""

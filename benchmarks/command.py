@@ -6,24 +6,26 @@ import argparse
 import contextlib
 import gc
 import itertools
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.record import environment
 from benchmarks.workloads import WorkloadUnavailable
 
 __all__ = [
     "NO_CLAIM",
+    "StepTimeout",
     "begin_anew",
     "measured_rows",
     "new_record",
     "settle_choices",
     "settle_defaults",
     "settle_device",
+    "time_limit",
     "told_in",
 ]
 
@@ -72,6 +74,29 @@ def new_record(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
     claim = args.device == "cuda" and args.scale == "full"
     record = {"benchmark": benchmark, "timing_claim": claim, "device": args.device}
     return {**record, "environment": environment()}
+
+
+class StepTimeout(BaseException):
+    """The row ran past its limit. Not an Exception, so that no fallback mistakes it for a failure."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise StepTimeout in the main thread after `seconds`; 0 means no limit."""
+
+    def expire(*_: Any) -> None:
+        raise StepTimeout
+
+    if not seconds:
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager

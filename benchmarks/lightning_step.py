@@ -15,7 +15,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,35 +229,6 @@ def _is_device_work(event: Any) -> bool:
 
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
-
-    return measured(model, mode, args, lambda: make_module(model, mode, args))
-
-
-def make_module(model: str, mode: str, args: argparse.Namespace) -> tuple[pl.LightningModule, list[Batch]]:
-    """The module of a row, and the batches that it trains with in turn."""
-    workload = build(model, args.scale)
-    return TrainedModule(workload, mode), workload.batches
-
-
-def measured(
-    model: str,
-    mode: str,
-    args: argparse.Namespace,
-    make: Callable[[], tuple[pl.LightningModule, list[Batch]]],
-    updates: int = 1,
-    precision: Any = "bf16-mixed",
-    measurement_of: Callable[..., Measurement] = Measurement,
-) -> dict[str, Any]:
-    """One row of a LightningModule whose `training_step` returns its loss.
-
-    Args:
-        model, mode: names of the row.
-        args: see `parse`.
-        make: returns the module and the batches that it trains with in turn.
-        updates: steps of optimizers for each batch.
-        precision: of the Trainer.
-        measurement_of: makes the callback that times the steps.
-    """
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
     if row["skipped"]:
         return row
@@ -269,11 +240,11 @@ def measured(
     pygraph: PyGraphCallback | None = None
     with told_in(row, args.timeout_s):
         pl.seed_everything(0, verbose=False)
-        module, batches = make()
+        workload = build(model, args.scale)
         if mode.startswith("pygraph"):
             engine = "cuda" if cuda else "emulated"
             pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
-        measurement = measurement_of(
+        measurement = Measurement(
             warmup=args.warmup,
             max_warmup=args.max_warmup,
             windows=args.windows,
@@ -285,15 +256,16 @@ def measured(
         trainer = pl.Trainer(
             accelerator="gpu" if cuda else "cpu",
             devices=1,
-            precision=precision,
-            max_steps=(args.max_warmup + args.windows * args.steps + BUSY_STEPS) * updates,
+            precision="bf16-mixed",
+            max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=args.progress_bar,
             callbacks=[c for c in (pygraph, measurement) if c is not None],
         )
-        trainer.fit(module, DataLoader(CycledBatches(batches), batch_size=None))
+        loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
+        trainer.fit(TrainedModule(workload, mode), loader)
         row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
@@ -396,14 +368,10 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['step_ms']:.3f}{mark}"
 
 
-def parse(
-    argv: Sequence[str] | None = None,
-    description: str | None = __doc__,
-    models: Sequence[str] = tuple(WORKLOADS),
-) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--models", default=",".join(models), help="comma-separated (default: all)")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated (default: all)")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument("--windows", type=int, help="timed windows (default: 5; CPU: 2)")
     parser.add_argument("--steps", type=int, help="steps a window (default: 40; CPU: 5)")
@@ -415,7 +383,7 @@ def parse(
     parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(models), modes=MODES)
+    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
     settle_device(parser, args)
     settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
@@ -426,26 +394,12 @@ def parse(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any mode crashed or timed out."""
-    return run("lightning_step", parse(argv), measure)
-
-
-def run(
-    benchmark: str,
-    args: argparse.Namespace,
-    measure: Callable[[str, str, argparse.Namespace], dict[str, Any]],
-) -> int:
-    """See `main`.
-
-    Args:
-        benchmark: the name in the JSON.
-        args: see `parse`.
-        measure: makes one row of a model in a mode.
-    """
+    args = parse(argv)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     rows: list[dict[str, Any]] = []
-    record = new_record(benchmark, args) | {"rows": rows, "summary": []}
+    record = new_record("lightning_step", args) | {"rows": rows, "summary": []}
     title = "Lightning training step, ms" if record["timing_claim"] else NO_CLAIM
     if not record["timing_claim"]:
         print(title)

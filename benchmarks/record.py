@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DASH", "commit_of", "environment", "print_table", "scrub", "write_json"]
+__all__ = ["DASH", "environment", "print_table", "write_json"]
 
 DASH = "–"
 _PATH = re.compile(r"(?<![\w.])(?<!:/)/(?:[^\s/:'\",()]+/)+(?=[^\s/:'\",()]+)")
@@ -39,14 +39,9 @@ def environment() -> dict[str, Any]:
         **{name: _version(name) for name in ("torch", "lightning", "transformers", "timm", "triton")},
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "argv": sys.argv[1:],
-        "commit": commit_of(Path(__file__).parent),
+        "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": _uncommitted_changes(),
     }
-
-
-def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout; None where git cannot tell."""
-    return _output("git", "-C", str(checkout), "rev-parse", "HEAD")
 
 
 def scrub(value: Any) -> Any:
@@ -113,11 +108,12 @@ def _output(*command: str) -> str | None:
     return (done.stdout.splitlines() or [None])[0]
 
 
+def _git(*arguments: str) -> str | None:
+    return _output("git", "-C", str(Path(__file__).parent), *arguments)
+
+
 def _uncommitted_changes() -> bool | None:
-    here = Path(__file__).parent
-    if commit_of(here) is None:
-        return None
-    return _output("git", "-C", str(here), "status", "--porcelain") is not None
+    return None if _git("rev-parse", "HEAD") is None else _git("status", "--porcelain") is not None
 
 
 def _cpu_name() -> str | None:

@@ -15,17 +15,11 @@ from torch import nn
 __all__ = [
     "WORKLOADS",
     "Batch",
-    "Scale",
     "Training",
     "Workload",
     "WorkloadUnavailable",
     "build",
     "build_training",
-    "classification_loss",
-    "input_batches",
-    "language_loss",
-    "make_batches",
-    "token_batches",
 ]
 
 Batch = dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""What the rows of zoo.py add up to: shares, means, entries that differ, the table of the docs."""
+"""What the rows of zoo.py add up to: shares, means, entries that differ, a table."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from benchmarks.record import DASH
 
-__all__ = ["cause_of", "differs", "lines_of", "mean_of", "part_of", "speedup", "summarize", "table_of"]
+__all__ = ["lines_of", "summarize"]
 
 Row = dict[str, Any]
 
 WHOLE = "{F} {B} {O}"
-OURS = ("graphed-eager", "graphed-compiled", "graphed")
+OURS = ("graphed-eager", "graphed-compiled")
 
 
 def ours_of(row: Row) -> Row:
@@ -35,10 +35,9 @@ def part_of(row: Row) -> str | None:
     return "optimizer" if graphs else "none"
 
 
-def speedup(row: Row, mode: str | None = None, over: str = "eager") -> float | None:
+def speedup(row: Row, over: str = "eager") -> float | None:
     """How many times faster the library is: the median of windows that follow each other."""
-    ours = ours_of(row) if mode is None else row["modes"].get(mode, {})
-    times, others = ours.get("windows_ms"), row["modes"].get(over, {}).get("windows_ms")
+    times, others = ours_of(row).get("windows_ms"), row["modes"].get(over, {}).get("windows_ms")
     if not times or not others:
         return None
     return statistics.median(b / a for a, b in zip(times, others, strict=True))
@@ -145,34 +144,13 @@ def _cells(row: Row) -> list[str]:
     return [row["name"], ours["running_plan"], *cells, f"{where or ''} {reason}".strip()[:90]]
 
 
-def table_of(rows: Sequence[Row]) -> str:
-    """A table by family, in Markdown."""
-    lines = [
-        "| family | entries | all phases | forward or backward | over eager | slowest | losses equal |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    families = dict.fromkeys(row["family"] for row in rows)
-    groups = [(family, [row for row in rows if row["family"] == family]) for family in families]
-    for name, group in [*groups, ("all", list(rows))]:
-        found = summarize(group)
-        if not found["measured"]:
-            continue
-        parts = round(found["share_regions_or_better"] * found["measured"])
-        equal = f"{found['losses_compared'] - len(found['losses_differ'])} of {found['losses_compared']}"
-        ratios = [_number(found[key], "x") for key in ("geometric_mean_over_eager", "slowest_over_eager")]
-        lines.append(
-            f"| {name} | {found['measured']} | {found['whole']} | {parts} | {' | '.join(ratios)} | {equal} |"
-        )
-    return "\n".join(lines)
-
-
 def _error(row: Row) -> str:
     """Why the library's step was not measured."""
     return row["error"] or ours_of(row).get("error") or f"ended: {row['stage']}"
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    return DASH if value is None else f"{value:.2f}{unit}"
+def _number(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}"
 
 
 def _share(count: int, of: int) -> float | None:

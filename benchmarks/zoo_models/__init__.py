@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo_models import (
-    generative,
-    graphs,
-    other,
-    physics,
-    recurrent,
-    reinforcement,
-    transformers_sequences,
-    transformers_text,
-    transformers_vision,
-    vision,
-)
-from benchmarks.zoo_models.entry import FULL, TINY, Entry, NotInstalled, Parts, Size
+from importlib import import_module
 
-__all__ = ["ENTRIES", "FULL", "TINY", "Entry", "NotInstalled", "Parts", "Size"]
+from benchmarks.zoo_models.entry import FULL, TINY, Entry, NotInstalled
 
-_FILES = (
-    transformers_text,
-    transformers_sequences,
-    transformers_vision,
-    vision,
-    graphs,
-    recurrent,
-    physics,
-    reinforcement,
-    generative,
-    other,
-)
+__all__ = ["ENTRIES", "FULL", "TINY", "Entry", "NotInstalled"]
 
-ENTRIES: dict[str, Entry] = {entry.name: entry for file in _FILES for entry in file.ENTRIES}
+_TRANSFORMERS = ("transformers_text", "transformers_sequences", "transformers_vision")
+_OTHERS = ("vision", "graphs", "recurrent", "physics", "reinforcement", "generative", "other")
+
+ENTRIES: dict[str, Entry] = {
+    entry.name: entry
+    for file in (*_TRANSFORMERS, *_OTHERS)
+    for entry in import_module(f"benchmarks.zoo_models.{file}").ENTRIES
+}

@@ -173,40 +173,6 @@ def _real_nvp(size: Size) -> Parts:
     return Parts(model, lambda: {"x": torch.randn(16 * size.batch, 32)}, loss_of)
 
 
-@entry(ENTRIES, "generative", "Glow")
-def _glow(size: Size) -> Parts:
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Parameter(torch.linalg.qr(torch.randn(12, 12))[0])
-            self.scale, self.shift = nn.Parameter(torch.zeros(12, 1, 1)), nn.Parameter(torch.zeros(12, 1, 1))
-            self.net = nn.Sequential(
-                nn.Conv2d(6, size.width // 4, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(size.width // 4, 12, 3, padding=1),
-            )
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            pixels = x.shape[-1] * x.shape[-2]
-            x = (x + self.shift) * self.scale.exp()
-            volume = pixels * (self.scale.sum() + torch.linalg.slogdet(self.mix)[1])
-            kept, changed = F.conv2d(x, self.mix[:, :, None, None]).chunk(2, 1)
-            scale, shift = self.net(kept).chunk(2, 1)
-            scale = torch.sigmoid(scale + 2)
-            return torch.cat([kept, changed * scale + shift], 1), volume + scale.log().sum((1, 2, 3))
-
-    model = nn.ModuleList(Step() for _ in range(size.depth)).train()
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        z, volume = F.pixel_unshuffle(batch["x"], 2), 0.0
-        for layer in model.children():
-            z, change = layer(z)
-            volume = volume + change
-        return (0.5 * z.square().sum((1, 2, 3)) - volume).mean() / z[0].numel()
-
-    return Parts(model, lambda: _images(size), loss_of)
-
-
 @entry(ENTRIES, "generative", "neural spline flow of one dimension")
 def _spline(size: Size) -> Parts:
     bins = 8
@@ -306,15 +272,3 @@ def _adversarial(name: str, *, norm: bool = False, compiled: bool = False) -> No
 
 _adversarial("DCGAN, discriminator", compiled=True)
 _adversarial("DCGAN, discriminator with spectral_norm", norm=True)
-
-
-@entry(ENTRIES, "generative", "DCGAN, generator")
-def _generator_step(size: Size) -> Parts:
-    model = nn.ModuleDict({"critic": _critic(size), "generator": _generator(size)}).train()
-    model["critic"].requires_grad_(False)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        critic, generator = model.children()
-        return F.softplus(-critic(generator(batch["z"]))).mean()
-
-    return Parts(model, lambda: {"z": torch.randn(size.batch, 32)}, loss_of)

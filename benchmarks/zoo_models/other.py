@@ -34,26 +34,6 @@ def _simclr(size: Size) -> Parts:
     return Parts(layers(128, size, 64).train(), lambda: _views(size), loss_of)
 
 
-@entry(ENTRIES, "contrastive and metric", "BYOL with a moving average in the step")
-def _byol(size: Size) -> Parts:
-    class Learner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.online, self.target = layers(128, size, 64), layers(128, size, 64)
-            self.predictor = nn.Linear(64, 64)
-            self.target.load_state_dict(self.online.state_dict())
-            self.target.requires_grad_(False)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            for slow, fast in zip(model.target.parameters(), model.online.parameters(), strict=True):
-                slow.mul_(0.99).add_(fast, alpha=0.01)
-            target = model.target(batch["b"])
-        return 2 - 2 * F.cosine_similarity(model.predictor(model.online(batch["a"])), target).mean()
-
-    return Parts(Learner().train(), lambda: _views(size), loss_of)
-
-
 @entry(ENTRIES, "contrastive and metric", "MoCo with a queue")
 def _moco(size: Size) -> Parts:
     class Learner(nn.Module):
@@ -75,17 +55,6 @@ def _moco(size: Size) -> Parts:
         )
 
     return Parts(Learner().train(), lambda: _views(size), loss_of)
-
-
-@entry(ENTRIES, "contrastive and metric", "Barlow twins")
-def _barlow(size: Size) -> Parts:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        a, b = (F.batch_norm(model(batch[name]), None, None, training=True) for name in ("a", "b"))
-        found = a.T @ b / len(a)
-        diagonal = torch.diagonal(found)
-        return (diagonal - 1).square().sum() + 0.01 * (found.square().sum() - diagonal.square().sum())
-
-    return Parts(layers(128, size, 64).train(), lambda: _views(size), loss_of)
 
 
 @entry(ENTRIES, "contrastive and metric", "hardest triplets of a batch", compiled=True)
@@ -117,25 +86,6 @@ def _picked(size: Size) -> Parts:
         return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
 
     return Parts(layers(128, size, 64).train(), make_batch, loss_of)
-
-
-@entry(ENTRIES, "contrastive and metric", "ArcFace")
-def _arcface(size: Size) -> Parts:
-    class Faces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.centres = layers(128, size, 64), nn.Parameter(torch.randn(100, 64))
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        cosine = F.linear(F.normalize(model.body(batch["x"])), F.normalize(model.centres))
-        wanted = F.one_hot(batch["y"], 100).bool()
-        angle = cosine.clamp(-1 + 1e-6, 1 - 1e-6).acos()
-        return F.cross_entropy(30 * torch.where(wanted, (angle + 0.5).cos(), cosine), batch["y"])
-
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 128), "y": torch.randint(0, 100, (8 * size.batch,))}
-
-    return Parts(Faces().train(), make_batch, loss_of)
 
 
 class _Experts(nn.Module):
@@ -202,100 +152,6 @@ def _dlrm(size: Size) -> Parts:
     return Parts(Recommender().train(), make_batch, loss_of)
 
 
-@entry(ENTRIES, "experts and recommendation", "DeepFM")
-def _deepfm(size: Size) -> Parts:
-    class Machine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.linear = nn.Embedding(1000, 16), nn.Embedding(1000, 1)
-            self.deep = layers(160, size, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.table(x)
-            pairs = 0.5 * (found.sum(1).square() - found.square().sum(1)).sum(-1, keepdim=True)
-            result: Tensor = pairs + self.linear(x).sum(1) + self.deep(found.flatten(1))
-            return result
-
-    def make_batch() -> Batch:
-        count = 32 * size.batch
-        return {"x": torch.randint(0, 1000, (count, 10)), "y": torch.randint(0, 2, (count,)).float()}
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(batch["x"]).squeeze(-1), batch["y"])
-
-    return Parts(Machine().train(), make_batch, loss_of)
-
-
-@entry(ENTRIES, "other", "GPT in plain PyTorch with rotary embeddings", compiled=True)
-def _gpt(size: Size) -> Parts:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(nn.RMSNorm(size.width) for _ in range(2))
-            self.qkv, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
-            self.inner = nn.Sequential(
-                nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
-            )
-
-        def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-            shape = (*x.shape[:2], 3, size.heads, size.width // size.heads)
-            q, k, v = self.qkv(self.norms[0](x)).view(shape).permute(2, 0, 3, 1, 4)
-            q, k = (_turned(t, turn) for t in (q, k))
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(found.transpose(1, 2).flatten(2))
-            result: Tensor = x + self.inner(self.norms[1](x))
-            return result
-
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(size.vocabulary, size.width)
-            self.layers = nn.ModuleList(Layer() for _ in range(size.depth))
-            self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            half = size.width // size.heads // 2
-            rates = 10000 ** (-torch.arange(half, device=x.device) / half)
-            turn = torch.arange(x.shape[1], device=x.device)[:, None] * rates
-            found = self.embedding(x)
-            for layer in self.layers:
-                found = layer(found, turn)
-            result: Tensor = self.head(found)
-            return result
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch["x"][:, :-1]).flatten(0, 1), batch["x"][:, 1:].flatten())
-
-    return Parts(Language().train(), lambda: {"x": ids(size)}, loss_of)
-
-
-def _turned(x: Tensor, angle: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-
-
-@entry(ENTRIES, "other", "deep set with a mask")
-def _deep_set(size: Size) -> Parts:
-    class Sets(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.each, self.all = layers(8, size, size.width), layers(size.width, size, 4)
-
-    def make_batch() -> Batch:
-        lengths = torch.randint(1, size.length, (size.batch,))
-        return {
-            "x": torch.randn(size.batch, size.length, 8),
-            "mask": torch.arange(size.length) < lengths[:, None],
-            "y": torch.randint(0, 4, (size.batch,)),
-        }
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        found = (model.each(batch["x"]) * batch["mask"][..., None]).sum(1)
-        return F.cross_entropy(model.all(found), batch["y"])
-
-    return Parts(Sets().train(), make_batch, loss_of)
-
-
 @entry(ENTRIES, "other", "masked tokens picked by a boolean mask")
 def _picked_tokens(size: Size) -> Parts:
     model = nn.Sequential(
@@ -309,25 +165,6 @@ def _picked_tokens(size: Size) -> Parts:
 
     def make_batch() -> Batch:
         return {"x": ids(size), "mask": torch.rand(size.batch, size.length) < 0.3}
-
-    return Parts(model, make_batch, loss_of)
-
-
-@entry(ENTRIES, "other", "distillation from a frozen teacher")
-def _distillation(size: Size) -> Parts:
-    model = nn.ModuleDict({"student": layers(64, size, 10), "teacher": layers(64, size, 10)}).train()
-    model["teacher"].requires_grad_(False).eval()
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        student, teacher = model.children()
-        found = student(batch["x"])
-        with torch.no_grad():
-            wanted = teacher(batch["x"])
-        soft = F.kl_div((found / 2).log_softmax(-1), (wanted / 2).softmax(-1), reduction="batchmean")
-        return F.cross_entropy(found, batch["y"]) + 4 * soft
-
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 64), "y": torch.randint(0, 10, (8 * size.batch,))}
 
     return Parts(model, make_batch, loss_of)
 

@@ -140,29 +140,6 @@ def _adversarial(size: Size) -> Parts:
     return Parts(layers(64, size, 10).train(), make_batch, loss_of)
 
 
-@entry(ENTRIES, "second derivatives", "Hamiltonian network")
-def _hamiltonian(size: Size) -> Parts:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        state = batch["state"].clone().requires_grad_()
-        by_place, by_momentum = _derivative(model(state), state).chunk(2, -1)
-        return (torch.cat([by_momentum, -by_place], -1) - batch["change"]).square().mean()
-
-    def make_batch() -> Batch:
-        return {name: torch.randn(_points(size), 4) for name in ("state", "change")}
-
-    return Parts(layers(4, size, 1, nn.Tanh).train(), make_batch, loss_of)
-
-
-@entry(ENTRIES, "second derivatives", "denoising score matching by an energy")
-def _score(size: Size) -> Parts:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        noise = torch.randn_like(batch["x"])
-        noisy = (batch["x"] + 0.3 * noise).requires_grad_()
-        return (0.3 * _derivative(model(noisy), noisy) + noise).square().mean()
-
-    return Parts(layers(32, size, 1, nn.SiLU).train(), lambda: {"x": torch.randn(_points(size), 32)}, loss_of)
-
-
 @entry(ENTRIES, "second derivatives", "Fourier neural operator")
 def _operator(size: Size) -> Parts:
     class Operator(nn.Module):

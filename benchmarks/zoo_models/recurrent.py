@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 
-__all__ = ["ENTRIES", "Recurrent", "token_loss"]
+__all__ = ["ENTRIES"]
 
 Batch = dict[str, Tensor]
 
@@ -19,18 +19,18 @@ def _tokens(size: Size) -> Batch:
     return {"x": ids(size), "y": ids(size)}
 
 
-def token_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of a token at each place."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
-class Recurrent(nn.Module):
+class _Recurrent(nn.Module):
     """An embedding, one of the recurrent networks of torch, and a head."""
 
-    def __init__(self, kind: type[nn.RNNBase], size: Size, *, layers: int = 2, both: bool = False) -> None:
+    def __init__(self, kind: type[nn.RNNBase], size: Size, *, both: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.rnn = kind(size.width, size.width, layers, batch_first=True, bidirectional=both, dropout=0.1)
+        self.rnn = kind(size.width, size.width, 2, batch_first=True, bidirectional=both, dropout=0.1)
         self.head = nn.Linear((1 + both) * size.width, size.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,22 +40,22 @@ class Recurrent(nn.Module):
 
 @entry(ENTRIES, "recurrent", "LSTM", compiled=True)
 def _lstm(size: Size) -> Parts:
-    return Parts(Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), token_loss)
+    return Parts(_Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
 
 
 @entry(ENTRIES, "recurrent", "GRU", compiled=True)
 def _gru(size: Size) -> Parts:
-    return Parts(Recurrent(nn.GRU, size).train(), lambda: _tokens(size), token_loss)
+    return Parts(_Recurrent(nn.GRU, size).train(), lambda: _tokens(size), _token_loss)
 
 
 @entry(ENTRIES, "recurrent", "bidirectional LSTM")
 def _both_ways(size: Size) -> Parts:
-    return Parts(Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), token_loss)
+    return Parts(_Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), _token_loss)
 
 
 @entry(ENTRIES, "recurrent", "LSTM with packed sequences")
 def _packed(size: Size) -> Parts:
-    class Packed(Recurrent):
+    class Packed(_Recurrent):
         def forward(self, x: Tensor) -> Tensor:
             lengths = torch.arange(size.length - size.batch + 1, size.length + 1).flip(0)
             packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True)
@@ -63,7 +63,7 @@ def _packed(size: Size) -> Parts:
             result: Tensor = self.head(found)
             return result
 
-    return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), token_loss)
+    return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
 
 
 @entry(ENTRIES, "recurrent", "LSTM cell in a loop")
@@ -83,7 +83,7 @@ def _cells(size: Size) -> Parts:
             result: Tensor = self.head(torch.stack(found, 1))
             return result
 
-    return Parts(Cells().train(), lambda: _tokens(size), token_loss)
+    return Parts(Cells().train(), lambda: _tokens(size), _token_loss)
 
 
 @entry(ENTRIES, "recurrent", "seq2seq with attention", compiled=True)
@@ -112,28 +112,6 @@ def _translation(size: Size) -> Parts:
         return F.cross_entropy(model(batch["x"], target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
 
     return Parts(Translation().train(), lambda: _tokens(size), loss_of)
-
-
-@entry(ENTRIES, "recurrent", "temporal convolutions (WaveNet)")
-def _convolutions(size: Size) -> Parts:
-    class Wave(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(size.vocabulary, size.width)
-            self.layers = nn.ModuleList(
-                nn.Conv1d(size.width, 2 * size.width, 2, dilation=2**n) for n in range(size.depth)
-            )
-            self.head = nn.Linear(size.width, size.vocabulary)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found = self.embedding(x).transpose(1, 2)
-            for n, layer in enumerate(self.layers):
-                value, gate = layer(F.pad(found, (2**n, 0))).chunk(2, 1)
-                found = found + torch.tanh(value) * torch.sigmoid(gate)
-            result: Tensor = self.head(found.transpose(1, 2))
-            return result
-
-    return Parts(Wave().train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "nn.Transformer", compiled=True)

@@ -23,7 +23,6 @@ class _ActorCritic(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.actor, self.critic = layers(STATE, size, ACTIONS, nn.Tanh), layers(STATE, size, 1, nn.Tanh)
-        self.spread = nn.Parameter(torch.zeros(ACTIONS))
 
 
 def _experience(size: Size) -> Batch:
@@ -31,7 +30,6 @@ def _experience(size: Size) -> Batch:
     return {
         "state": torch.randn(count, STATE),
         "next": torch.randn(count, STATE),
-        "action": torch.randn(count, ACTIONS).tanh() * 0.9,
         "choice": torch.randint(0, ACTIONS, (count,)),
         "reward": torch.randn(count),
         "done": (torch.rand(count) < 0.1).float(),
@@ -51,31 +49,6 @@ def _ppo(size: Size) -> Parts:
         gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
         value = model.critic(batch["state"]).squeeze(-1)
         return 0.5 * (value - batch["value"]).square().mean() - gain - 0.01 * policy.entropy().mean()
-
-    return Parts(_ActorCritic(size).train(), lambda: _experience(size), loss_of)
-
-
-@entry(ENTRIES, "reinforcement learning", "PPO, continuous actions")
-def _continuous(size: Size) -> Parts:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        policy = Normal(model.actor(batch["state"]), model.spread.exp())
-        ratio = (policy.log_prob(batch["action"]).sum(-1) - batch["log_prob"]).exp()
-        gain = torch.min(ratio * batch["advantage"], ratio.clamp(0.8, 1.2) * batch["advantage"]).mean()
-        value = model.critic(batch["state"]).squeeze(-1)
-        return F.mse_loss(value, batch["value"]) - gain - 0.01 * policy.entropy().sum(-1).mean()
-
-    return Parts(_ActorCritic(size).train(), lambda: _experience(size), loss_of)
-
-
-@entry(ENTRIES, "reinforcement learning", "A2C")
-def _a2c(size: Size) -> Parts:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        value = model.critic(batch["state"]).squeeze(-1)
-        with torch.no_grad():
-            later = model.critic(batch["next"]).squeeze(-1)
-            target = batch["reward"] + 0.99 * (1 - batch["done"]) * later
-        log_prob = model.actor(batch["state"]).log_softmax(-1).gather(1, batch["choice"][:, None])
-        return F.mse_loss(value, target) - (log_prob.squeeze(-1) * (target - value).detach()).mean()
 
     return Parts(_ActorCritic(size).train(), lambda: _experience(size), loss_of)
 
@@ -119,33 +92,6 @@ def _soft_target(size: Size) -> Parts:
     return Parts(model, lambda: _experience(size), loss_of)
 
 
-@entry(ENTRIES, "reinforcement learning", "SAC, critic")
-def _sac_critic(size: Size) -> Parts:
-    class Critics(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.critics = nn.ModuleList(
-                _WithTarget(layers(STATE + ACTIONS, size, 1), layers(STATE + ACTIONS, size, 1))
-                for _ in range(2)
-            )
-            self.actor = layers(STATE, size, 2 * ACTIONS).requires_grad_(False)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            mean, spread = model.actor(batch["next"]).chunk(2, -1)
-            policy = Normal(mean, spread.clamp(-5, 2).exp())
-            drawn = policy.rsample()
-            inputs = torch.cat([batch["next"], drawn.tanh()], -1)
-            later = torch.min(*(critic.target(inputs) for critic in model.critics)).squeeze(-1)
-            log_prob = (policy.log_prob(drawn) - (1 - drawn.tanh().square() + 1e-6).log()).sum(-1)
-            target = batch["reward"] + 0.99 * (1 - batch["done"]) * (later - 0.2 * log_prob)
-        inputs = torch.cat([batch["state"], batch["action"]], -1)
-        values = [critic.net(inputs).squeeze(-1) for critic in model.critics]
-        return F.mse_loss(values[0], target) + F.mse_loss(values[1], target)
-
-    return Parts(Critics().train(), lambda: _experience(size), loss_of)
-
-
 @entry(ENTRIES, "reinforcement learning", "SAC, actor", compiled=True)
 def _sac_actor(size: Size) -> Parts:
     class Actor(nn.Module):
@@ -164,26 +110,6 @@ def _sac_actor(size: Size) -> Parts:
         return (0.2 * log_prob - value).mean()
 
     return Parts(Actor().train(), lambda: _experience(size), loss_of)
-
-
-@entry(ENTRIES, "reinforcement learning", "TD3 with noise")
-def _td3(size: Size) -> Parts:
-    class Learner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor = layers(STATE, size, ACTIONS).requires_grad_(False)
-            self.critic = _WithTarget(layers(STATE + ACTIONS, size, 1), layers(STATE + ACTIONS, size, 1))
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            noise = (0.2 * torch.randn_like(batch["action"])).clamp(-0.5, 0.5)
-            action = (model.actor(batch["next"]).tanh() + noise).clamp(-1, 1)
-            later = model.critic.target(torch.cat([batch["next"], action], -1)).squeeze(-1)
-            target = batch["reward"] + 0.99 * (1 - batch["done"]) * later
-        value = model.critic.net(torch.cat([batch["state"], batch["action"]], -1)).squeeze(-1)
-        return F.mse_loss(value, target)
-
-    return Parts(Learner().train(), lambda: _experience(size), loss_of)
 
 
 @entry(ENTRIES, "reinforcement learning", "REINFORCE with discounted returns")

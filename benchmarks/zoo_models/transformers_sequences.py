@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
-from benchmarks.zoo_models.transformers_text import library_model, loss_of_result
+from benchmarks.zoo_models.transformers_text import library_model, loss_of_result, sizes
 
 __all__ = ["ENTRIES"]
 
@@ -18,15 +18,8 @@ ENTRIES: list[Entry] = []
 
 
 def _t5(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "d_model": size.width,
-        "d_kv": size.width // size.heads,
-        "d_ff": 2 * size.width,
-        "num_layers": size.depth,
-        "num_heads": size.heads,
-        "decoder_start_token_id": 0,
-    }
+    own = {"d_kv": size.width // size.heads, "decoder_start_token_id": 0}
+    return sizes("d_model", "num_layers", "num_heads", "d_ff", "")(size) | own
 
 
 def _bart(size: Size) -> Options:
@@ -43,19 +36,6 @@ def _led(size: Size) -> Options:
     longest = found.pop("max_position_embeddings")
     lengths = {f"max_{part}_position_embeddings": longest for part in ("encoder", "decoder")}
     return {**found, **lengths, "attention_window": size.length // 4}
-
-
-def _prophetnet(size: Size) -> Options:
-    layers = {f"num_{part}_layers": size.depth for part in ("encoder", "decoder")}
-    heads = {f"num_{part}_attention_heads": size.heads for part in ("encoder", "decoder")}
-    inner = {f"{part}_ffn_dim": 2 * size.width for part in ("encoder", "decoder")}
-    return {
-        **{"vocab_size": size.vocabulary, "hidden_size": size.width},
-        **layers,
-        **heads,
-        **inner,
-        "max_position_embeddings": 2 * size.length,
-    }
 
 
 def _translation(
@@ -83,7 +63,6 @@ _translation("M2M100", "M2M100ForConditionalGeneration", _bart)
 _translation("PLBart", "PLBartForConditionalGeneration", _bart)
 _translation("Blenderbot", "BlenderbotForConditionalGeneration", _bart)
 _translation("LED", "LEDForConditionalGeneration", _led)
-_translation("ProphetNet", "ProphetNetForConditionalGeneration", _prophetnet)
 
 
 @entry(ENTRIES, "transformers: speech", "Whisper", compiled=True)
@@ -102,26 +81,6 @@ def _whisper(size: Size) -> Parts:
 
     def make_batch() -> Options:
         sound = torch.randn(size.batch, 16, 2 * size.length)
-        return {"input_features": sound, "labels": ids(size, length=size.length // 2)}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: speech", "Speech2Text")
-def _speech_to_text(size: Size) -> Parts:
-    options = _bart(size)
-    options.pop("max_position_embeddings")
-    model = library_model(
-        "Speech2TextForConditionalGeneration",
-        **options,
-        input_feat_per_channel=16,
-        conv_channels=size.width,
-        max_source_positions=4 * size.length,
-        max_target_positions=size.length,
-    )
-
-    def make_batch() -> Options:
-        sound = torch.randn(size.batch, 4 * size.length, 16)
         return {"input_features": sound, "labels": ids(size, length=size.length // 2)}
 
     return Parts(model, make_batch, loss_of_result)
@@ -149,15 +108,14 @@ def _wave(name: str, model: str, *, compiled: bool = False, **more: Any) -> None
         net = library_model(model, **{**options, **more})
 
         def make_batch() -> Options:
-            return {"input_values": torch.randn(size.batch, size.audio), "labels": _labels(size)}
+            return {
+                "input_values": torch.randn(size.batch, size.audio),
+                "labels": torch.randint(1, 32, (size.batch, 6)),
+            }
 
         return Parts(net, make_batch, loss_of_result)
 
     ENTRIES.append(Entry(name, "transformers: speech", build, compiled))
-
-
-def _labels(size: Size) -> torch.Tensor:
-    return torch.randint(1, 32, (size.batch, 6))
 
 
 _wave("wav2vec2", "Wav2Vec2ForCTC", layerdrop=0.0)
@@ -169,26 +127,6 @@ _wave("SEW", "SEWForCTC", layerdrop=0.0, squeeze_factor=2)
 _wave(
     "data2vec audio", "Data2VecAudioForCTC", layerdrop=0.0, num_conv_pos_embeddings=2, conv_pos_kernel_size=3
 )
-
-
-@entry(ENTRIES, "transformers: speech", "audio spectrogram transformer")
-def _spectrogram(size: Size) -> Parts:
-    model = library_model(
-        "ASTForAudioClassification",
-        hidden_size=size.width,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        intermediate_size=2 * size.width,
-        max_length=size.length,
-        num_mel_bins=32,
-        num_labels=10,
-    )
-
-    def make_batch() -> Options:
-        sound = torch.randn(size.batch, size.length, 32)
-        return {"input_values": sound, "labels": torch.randint(0, 10, (size.batch,))}
-
-    return Parts(model, make_batch, loss_of_result)
 
 
 def _forecast(name: str, model: str, *, compiled: bool = False, **more: Any) -> None:
@@ -252,52 +190,3 @@ def _patches(size: Size) -> Parts:
         return {"past_values": past, "future_values": future}
 
     return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: time series", "PatchTSMixer")
-def _mixer(size: Size) -> Parts:
-    model = library_model(
-        "PatchTSMixerForPrediction",
-        num_input_channels=3,
-        context_length=size.length,
-        prediction_length=8,
-        patch_length=8,
-        patch_stride=8,
-        num_layers=size.depth,
-        d_model=size.width,
-    )
-
-    def make_batch() -> Options:
-        past, future = torch.randn(size.batch, size.length, 3), torch.randn(size.batch, 8, 3)
-        return {"past_values": past, "future_values": future}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: time series", "decision transformer")
-def _decisions(size: Size) -> Parts:
-    model = library_model(
-        "DecisionTransformerModel",
-        state_dim=8,
-        act_dim=3,
-        hidden_size=size.width,
-        n_layer=size.depth,
-        n_head=size.heads,
-        max_ep_len=size.length,
-    )
-
-    def make_batch() -> Options:
-        shape = (size.batch, size.length // 2)
-        return {
-            "states": torch.randn(*shape, 8),
-            "actions": torch.randn(*shape, 3),
-            "rewards": torch.randn(*shape, 1),
-            "returns_to_go": torch.randn(*shape, 1),
-            "timesteps": torch.randint(0, size.length, shape),
-            "attention_mask": torch.ones(shape, dtype=torch.long),
-        }
-
-    def loss_of(model: torch.nn.Module, batch: Options) -> torch.Tensor:
-        return (model(**batch).action_preds - batch["actions"]).square().mean()
-
-    return Parts(model, make_batch, loss_of)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, NotInstalled, Parts, Size, ids, package
 
-__all__ = ["ENTRIES", "library_model", "loss_of_result"]
+__all__ = ["ENTRIES", "library_model", "loss_of_result", "sizes"]
 
 Options = dict[str, Any]
 
@@ -32,16 +32,21 @@ def loss_of_result(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss
 
 
-def _usual(size: Size) -> Options:
-    """The names that most configurations have for their sizes."""
-    return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.depth,
-        "num_attention_heads": size.heads,
-        "intermediate_size": 2 * size.width,
-        "max_position_embeddings": 2 * size.length,
-    }
+def sizes(
+    width: str = "hidden_size",
+    depth: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    inner: str = "intermediate_size",
+    length: str = "max_position_embeddings",
+) -> Callable[[Size], Options]:
+    """The options of a configuration that calls its sizes by these names; "" for one that it lacks."""
+
+    def options(size: Size) -> Options:
+        values = (size.width, size.depth, size.heads, 2 * size.width, 2 * size.length)
+        named = zip((width, depth, heads, inner, length), values, strict=True)
+        return {"vocab_size": size.vocabulary, **{name: value for name, value in named if name}}
+
+    return options
 
 
 def _grouped(size: Size) -> Options:
@@ -49,285 +54,147 @@ def _grouped(size: Size) -> Options:
     return {**_usual(size), "num_key_value_heads": size.heads // 2, "pad_token_id": 0, "bos_token_id": 1}
 
 
-def _old(size: Size) -> Options:
-    """GPT-2 and its kin."""
-    return {
-        "vocab_size": size.vocabulary,
-        "n_positions": 2 * size.length,
-        "n_embd": size.width,
-        "n_layer": size.depth,
-        "n_head": size.heads,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+def _half(size: Size) -> int:
+    return size.width // 2
+
+
+def _head(size: Size) -> int:
+    return size.width // size.heads
+
+
+def _width(size: Size) -> int:
+    return size.width
+
+
+_usual, _bloom, _old = (
+    sizes(),
+    sizes(inner="", length=""),
+    sizes("n_embd", "n_layer", "n_head", "", "n_positions"),
+)
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 
 
 def _entry(
     name: str, model: str, options: Callable[[Size], Options], *, compiled: bool = False, **more: Any
 ) -> Entry:
-    """A language model: its labels are its tokens, in a tensor of their own."""
+    """A language model: its labels are tokens in a tensor of their own. `more` options may follow from the size."""
 
     def build(size: Size) -> Parts:
         def make_batch() -> Options:
             return {"input_ids": ids(size), "labels": ids(size)}
 
-        return Parts(library_model(model, **{**options(size), **more}), make_batch, loss_of_result)
+        others = {key: value(size) if callable(value) else value for key, value in more.items()}
+        return Parts(library_model(model, **{**options(size), **others}), make_batch, loss_of_result)
 
     return Entry(name, "transformers: text", build, compiled)
 
 
-def _classifier(name: str, model: str, options: Callable[[Size], Options], **more: Any) -> Entry:
-    def build(size: Size) -> Parts:
-        def make_batch() -> Options:
-            mask = torch.ones(size.batch, size.length, dtype=torch.long)
-            mask[0, size.length // 2 :] = 0
-            labels = torch.randint(0, 2, (size.batch,))
-            return {"input_ids": ids(size), "attention_mask": mask, "labels": labels}
+def _classifier(size: Size) -> Parts:
+    def make_batch() -> Options:
+        mask = torch.ones(size.batch, size.length, dtype=torch.long)
+        mask[0, size.length // 2 :] = 0
+        labels = torch.randint(0, 2, (size.batch,))
+        return {"input_ids": ids(size), "attention_mask": mask, "labels": labels}
 
-        return Parts(library_model(model, **{**options(size), **more}), make_batch, loss_of_result)
-
-    return Entry(name, "transformers: text", build)
-
-
-def _without(options: Callable[[Size], Options], *names: str, **renamed: str) -> Callable[[Size], Options]:
-    """The same sizes under other names: `new="old"`."""
-
-    def changed(size: Size) -> Options:
-        found = options(size)
-        found |= {new: found[old] for new, old in renamed.items()}
-        return {k: v for k, v in found.items() if k not in (*names, *renamed.values())}
-
-    return changed
-
-
-def _albert(size: Size) -> Options:
-    return {**_usual(size), "embedding_size": size.width // 2}
-
-
-def _distilbert(size: Size) -> Options:
-    names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
-    return _without(_usual, **names, hidden_dim="intermediate_size")(size)
-
-
-def _mobilebert(size: Size) -> Options:
-    half = size.width // 2
-    return {**_usual(size), "embedding_size": half, "intra_bottleneck_size": half, "true_hidden_size": half}
-
-
-def _squeezebert(size: Size) -> Options:
-    return {**_usual(size), "embedding_size": size.width}
-
-
-def _fnet(size: Size) -> Options:
-    return _without(_usual, "num_attention_heads")(size)
-
-
-def _longformer(size: Size) -> Options:
-    return {**_usual(size), "attention_window": size.length // 4}
-
-
-def _big_bird(size: Size) -> Options:
-    return {**_usual(size), "attention_type": "original_full"}
-
-
-def _funnel(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "block_sizes": [1] * size.depth,
-        "d_model": size.width,
-        "n_head": size.heads,
-        "d_head": size.width // size.heads,
-        "d_inner": 2 * size.width,
-    }
-
-
-def _xlnet(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "d_model": size.width,
-        "n_layer": size.depth,
-        "n_head": size.heads,
-        "d_inner": 2 * size.width,
-    }
-
-
-def _xlm(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "emb_dim": size.width,
-        "n_layers": size.depth,
-        "n_heads": size.heads,
-        "max_position_embeddings": 2 * size.length,
-    }
-
-
-def _gpt_neo(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_layers": size.depth,
-        "num_heads": size.heads,
-        "attention_types": [[["global", "local"], size.depth // 2]],
-        "max_position_embeddings": 2 * size.length,
-        "window_size": size.length // 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
-def _gptj(size: Size) -> Options:
-    return {**_old(size), "rotary_dim": size.width // size.heads // 2}
-
-
-def _codegen(size: Size) -> Options:
-    return {**_gptj(size), "n_head": 4}  # it works on four groups of heads
-
-
-def _opt(size: Size) -> Options:
-    return _without(_usual, ffn_dim="intermediate_size")(size) | {"word_embed_proj_dim": size.width}
-
-
-def _bloom(size: Size) -> Options:
-    found = _without(_usual, "intermediate_size", "max_position_embeddings")(size)
-    return found | {"bos_token_id": 1, "eos_token_id": 2}
-
-
-def _mpt(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "d_model": size.width,
-        "n_layers": size.depth,
-        "n_heads": size.heads,
-        "max_seq_len": 2 * size.length,
-    }
-
-
-def _falcon(size: Size) -> Options:
-    return {**_bloom(size), "new_decoder_architecture": False}
-
-
-def _gemma(size: Size) -> Options:
-    return {**_grouped(size), "head_dim": size.width // size.heads}
-
-
-def _mixture(size: Size) -> Options:
-    return {**_grouped(size), "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def _qwen_mixture(size: Size) -> Options:
-    return {
-        **_grouped(size),
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": size.width,
-        "shared_expert_intermediate_size": size.width,
-    }
-
-
-def _mamba(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.depth,
-        "state_size": 8,
-    }
-
-
-def _mamba2(size: Size) -> Options:
-    return {
-        **_mamba(size),
-        "head_dim": size.width // size.heads,
-        "num_heads": 2 * size.heads,
-        "n_groups": 1,
-        "chunk_size": size.length // 2,
-    }
-
-
-def _rwkv(size: Size) -> Options:
-    return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.depth,
-        "context_length": size.length,
-    }
-
-
-def _recurrent_gemma(size: Size) -> Options:
-    return {
-        **_grouped(size),
-        "lru_width": size.width,
-        "attention_window_size": size.length,
-        "use_cache": False,
-    }
-
-
-def _modernbert(size: Size) -> Options:
-    return {**_usual(size), "pad_token_id": 0, "local_attention": size.length // 2}
-
-
-def _ctrl(size: Size) -> Options:
-    return {**_without(_old, "bos_token_id", "eos_token_id")(size), "dff": 2 * size.width}
+    return Parts(library_model("BertForSequenceClassification", **_usual(size)), make_batch, loss_of_result)
 
 
 ENTRIES: list[Entry] = [
     _entry("BERT", "BertForMaskedLM", _usual, compiled=True),
-    _classifier("BERT, classifier with a mask", "BertForSequenceClassification", _usual),
+    Entry("BERT, classifier with a mask", "transformers: text", _classifier),
     _entry("RoBERTa", "RobertaForMaskedLM", _usual),
-    _entry("ALBERT", "AlbertForMaskedLM", _albert, compiled=True),
-    _entry("ELECTRA", "ElectraForMaskedLM", _albert),
-    _entry("DeBERTa", "DebertaForMaskedLM", _usual, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    _entry("ALBERT", "AlbertForMaskedLM", _usual, compiled=True, embedding_size=_half),
+    _entry("ELECTRA", "ElectraForMaskedLM", _usual, embedding_size=_half),
+    _entry("DeBERTa", "DebertaForMaskedLM", _usual, **_RELATIVE),
+    _entry("DeBERTa-v2", "DebertaV2ForMaskedLM", _usual, compiled=True, position_buckets=16, **_RELATIVE),
     _entry(
-        "DeBERTa-v2",
-        "DebertaV2ForMaskedLM",
-        _usual,
+        "DistilBERT",
+        "DistilBertForMaskedLM",
+        sizes("dim", "n_layers", "n_heads", "hidden_dim"),
         compiled=True,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=16,
     ),
-    _entry("DistilBERT", "DistilBertForMaskedLM", _distilbert, compiled=True),
-    _entry("MobileBERT", "MobileBertForMaskedLM", _mobilebert),
-    _entry("SqueezeBERT", "SqueezeBertForMaskedLM", _squeezebert),
+    _entry("SqueezeBERT", "SqueezeBertForMaskedLM", _usual, embedding_size=_width),
     _entry("RoFormer", "RoFormerForMaskedLM", _usual),
-    _entry("FNet", "FNetForMaskedLM", _fnet),
-    _entry("Longformer", "LongformerForMaskedLM", _longformer),
-    _entry("BigBird", "BigBirdForMaskedLM", _big_bird),
-    _entry("Funnel", "FunnelForMaskedLM", _funnel),
+    _entry("FNet", "FNetForMaskedLM", sizes(heads="")),
+    _entry("Longformer", "LongformerForMaskedLM", _usual, attention_window=lambda size: size.length // 4),
+    _entry("BigBird", "BigBirdForMaskedLM", _usual, attention_type="original_full"),
+    _entry(
+        "Funnel",
+        "FunnelForMaskedLM",
+        sizes("d_model", "", "n_head", "d_inner", ""),
+        block_sizes=lambda size: [1] * size.depth,
+        d_head=_head,
+    ),
     _entry("MPNet", "MPNetForMaskedLM", _usual),
-    _entry("ConvBERT", "ConvBertForMaskedLM", _albert),
+    _entry("ConvBERT", "ConvBertForMaskedLM", _usual, embedding_size=_half),
     _entry("Nystromformer", "NystromformerForMaskedLM", _usual),
     _entry(
         "ESM", "EsmForMaskedLM", _usual, position_embedding_type="rotary", pad_token_id=0, mask_token_id=4
     ),
-    _entry("ModernBERT", "ModernBertForMaskedLM", _modernbert),
-    _entry("XLNet", "XLNetLMHeadModel", _xlnet, compiled=True),
-    _entry("XLM", "XLMWithLMHeadModel", _xlm),
-    _entry("CTRL", "CTRLLMHeadModel", _ctrl),
-    _entry("GPT-2", "GPT2LMHeadModel", _old, compiled=True),
-    _entry("GPT-BigCode", "GPTBigCodeForCausalLM", _old),
-    _entry("GPT-Neo", "GPTNeoForCausalLM", _gpt_neo),
+    _entry(
+        "ModernBERT",
+        "ModernBertForMaskedLM",
+        _usual,
+        pad_token_id=0,
+        local_attention=lambda size: size.length // 2,
+    ),
+    _entry("XLNet", "XLNetLMHeadModel", sizes("d_model", "n_layer", "n_head", "d_inner", ""), compiled=True),
+    _entry("XLM", "XLMWithLMHeadModel", sizes("emb_dim", "n_layers", "n_heads", "")),
+    _entry("CTRL", "CTRLLMHeadModel", sizes("n_embd", "n_layer", "n_head", "dff", "n_positions")),
+    _entry("GPT-2", "GPT2LMHeadModel", _old, compiled=True, **_ENDS),
+    _entry("GPT-BigCode", "GPTBigCodeForCausalLM", _old, **_ENDS),
+    _entry(
+        "GPT-Neo",
+        "GPTNeoForCausalLM",
+        sizes(depth="num_layers", heads="num_heads", inner=""),
+        attention_types=lambda size: [[["global", "local"], size.depth // 2]],
+        window_size=lambda size: size.length // 2,
+        **_ENDS,
+    ),
     _entry("GPT-NeoX", "GPTNeoXForCausalLM", _usual),
-    _entry("GPT-J", "GPTJForCausalLM", _gptj),
-    _entry("CodeGen", "CodeGenForCausalLM", _codegen),
-    _entry("OPT", "OPTForCausalLM", _opt, compiled=True),
-    _entry("BLOOM", "BloomForCausalLM", _bloom, compiled=True),
-    _entry("MPT", "MptForCausalLM", _mpt),
-    _entry("Falcon", "FalconForCausalLM", _falcon),
+    _entry("GPT-J", "GPTJForCausalLM", _old, rotary_dim=lambda size: _head(size) // 2, **_ENDS),
+    _entry("OPT", "OPTForCausalLM", sizes(inner="ffn_dim"), compiled=True, word_embed_proj_dim=_width),
+    _entry("BLOOM", "BloomForCausalLM", _bloom, compiled=True, **_ENDS),
+    _entry("MPT", "MptForCausalLM", sizes("d_model", "n_layers", "n_heads", "", "max_seq_len")),
+    _entry("Falcon", "FalconForCausalLM", _bloom, new_decoder_architecture=False, **_ENDS),
     _entry("LLaMA", "LlamaForCausalLM", _grouped, compiled=True),
     _entry("Mistral", "MistralForCausalLM", _grouped),
-    _entry("Mixtral", "MixtralForCausalLM", _mixture, compiled=True),
+    _entry(
+        "Mixtral", "MixtralForCausalLM", _grouped, compiled=True, num_local_experts=4, num_experts_per_tok=2
+    ),
     _entry("Qwen2", "Qwen2ForCausalLM", _grouped),
-    _entry("Qwen2-MoE", "Qwen2MoeForCausalLM", _qwen_mixture),
-    _entry("Qwen3", "Qwen3ForCausalLM", _gemma),
-    _entry("Gemma", "GemmaForCausalLM", _gemma, compiled=True),
-    _entry("Gemma 2", "Gemma2ForCausalLM", _gemma),
+    _entry("Qwen3", "Qwen3ForCausalLM", _grouped, head_dim=_head),
+    _entry("Gemma", "GemmaForCausalLM", _grouped, compiled=True, head_dim=_head),
+    _entry("Gemma 2", "Gemma2ForCausalLM", _grouped, head_dim=_head),
     _entry("Phi", "PhiForCausalLM", _grouped),
     _entry("Phi-3", "Phi3ForCausalLM", _grouped),
     _entry("StableLM", "StableLmForCausalLM", _grouped),
     _entry("OLMo 2", "Olmo2ForCausalLM", _grouped),
     _entry("Granite", "GraniteForCausalLM", _grouped),
-    _entry("Mamba", "MambaForCausalLM", _mamba),
-    _entry("Mamba 2", "Mamba2ForCausalLM", _mamba2),
-    _entry("RWKV", "RwkvForCausalLM", _rwkv),
-    _entry("RecurrentGemma", "RecurrentGemmaForCausalLM", _recurrent_gemma),
+    _entry("Mamba", "MambaForCausalLM", sizes(heads="", inner="", length=""), state_size=8),
+    _entry(
+        "Mamba 2",
+        "Mamba2ForCausalLM",
+        sizes(heads="", inner="", length=""),
+        state_size=8,
+        head_dim=_head,
+        num_heads=lambda size: 2 * size.heads,
+        n_groups=1,
+        chunk_size=lambda size: size.length // 2,
+    ),
+    _entry(
+        "RWKV",
+        "RwkvForCausalLM",
+        sizes(heads="", inner="", length=""),
+        context_length=lambda size: size.length,
+    ),
+    _entry(
+        "RecurrentGemma",
+        "RecurrentGemmaForCausalLM",
+        _grouped,
+        lru_width=_width,
+        attention_window_size=lambda size: size.length,
+        use_cache=False,
+    ),
 ]

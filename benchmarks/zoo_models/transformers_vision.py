@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 from benchmarks.zoo_models.transformers_text import library_model, loss_of_result
@@ -58,55 +58,17 @@ def _segformer(size: Size) -> Options:
     }
 
 
-def _mobilevit(size: Size) -> Options:
-    return {
-        "image_size": size.image,
-        "hidden_sizes": [size.width // 2, size.width // 2, size.width // 2],
-        "neck_hidden_sizes": [8, 16, 16, 24, 32, 32, 64],
-        "num_attention_heads": 2,
-        "patch_size": 2,
-    }
-
-
-def _levit(size: Size) -> Options:
-    width = size.width // 2
-    return {
-        "image_size": 2 * size.image,
-        "hidden_sizes": [width, width + 16, width + 32],
-        "num_attention_heads": [2, 2, 4],
-        "depths": [1, 1, 1],
-        "key_dim": [8, 8, 8],
-    }
-
-
-def _cvt(size: Size) -> Options:
-    return {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}
-
-
-def _pvt(size: Size) -> Options:
-    widths = [size.width // 4 * factor for factor in (1, 2, 2, 4)]
-    return {
-        "image_size": size.image,
-        "hidden_sizes": widths,
-        "depths": [1, 1, 1, 1],
-        "num_attention_heads": [1, 2, 2, 4],
-    }
-
-
 def _classifier(
     name: str,
     model: str,
     options: Callable[[Size], Options],
     *,
-    scale: int = 1,
     compiled: bool = False,
     **more: Any,
 ) -> None:
     def build(size: Size) -> Parts:
         def make_batch() -> Options:
-            side = scale * size.image
-            images = torch.randn(size.batch, 3, side, side)
-            return {"pixel_values": images, "labels": torch.randint(0, 10, (size.batch,))}
+            return {"pixel_values": _images(size), "labels": torch.randint(0, 10, (size.batch,))}
 
         net = library_model(model, num_labels=10, **{**options(size), **more})
         return Parts(net, make_batch, loss_of_result)
@@ -127,53 +89,7 @@ _classifier("ConvNeXt v2", "ConvNextV2ForImageClassification", _stages)
 _classifier(
     "PoolFormer", "PoolFormerForImageClassification", lambda size: {**_stages(size), "image_size": size.image}
 )
-_classifier("MobileViT", "MobileViTForImageClassification", _mobilevit)
 _classifier("MobileNet v2", "MobileNetV2ForImageClassification", lambda size: {"image_size": size.image})
-_classifier("LeViT", "LevitForImageClassification", _levit, scale=2)
-_classifier("CvT", "CvtForImageClassification", _cvt)
-_classifier("PVT", "PvtForImageClassification", _pvt)
-_classifier(
-    "FocalNet",
-    "FocalNetForImageClassification",
-    _focalnet := lambda size: {
-        "image_size": size.image,
-        "patch_size": 4,
-        "embed_dim": size.width // 4,
-        "depths": [1, 1],
-        "focal_levels": [2, 2],
-        "focal_windows": [3, 3],
-    },
-)
-_classifier(
-    "ResNet of transformers",
-    "ResNetForImageClassification",
-    lambda size: {
-        "embedding_size": 16,
-        "hidden_sizes": [16, 32, 64, 64],
-        "depths": [1, 1, 1, 1],
-        "layer_type": "basic",
-    },
-)
-_classifier(
-    "RegNet of transformers",
-    "RegNetForImageClassification",
-    lambda size: {
-        "embedding_size": 16,
-        "hidden_sizes": [16, 32, 64, 64],
-        "depths": [1, 1, 1, 1],
-        "groups_width": 8,
-    },
-)
-_classifier(
-    "BiT",
-    "BitForImageClassification",
-    lambda size: {
-        "embedding_size": 16,
-        "hidden_sizes": [16, 32, 64, 64],
-        "depths": [1, 1, 1, 1],
-        "num_groups": 8,
-    },
-)
 
 
 @entry(ENTRIES, "transformers: vision", "SegFormer", compiled=True)
@@ -195,39 +111,7 @@ def _masked_autoencoder(size: Size) -> Parts:
     return Parts(model, lambda: {"pixel_values": _images(size)}, loss_of_result)
 
 
-@entry(ENTRIES, "transformers: vision", "masked images")
-def _masked_images(size: Size) -> Parts:
-    model = library_model("ViTForMaskedImageModeling", encoder_stride=8, **_vit(size))
-
-    def make_batch() -> Options:
-        patches = (size.image // 8) ** 2
-        return {"pixel_values": _images(size), "bool_masked_pos": torch.rand(size.batch, patches) < 0.5}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: vision", "depth estimation (GLPN)")
-def _depth(size: Size) -> Parts:
-    model = library_model("GLPNForDepthEstimation", **_segformer(size))
-
-    def make_batch() -> Options:
-        return {"pixel_values": _images(size), "labels": torch.rand(size.batch, size.image, size.image) + 0.1}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: vision", "YOLOS")
-def _yolos(size: Size) -> Parts:
-    options = _vit(size) | {"image_size": [size.image, size.image], "num_detection_tokens": 10}
-    model = library_model("YolosModel", **options)
-
-    def loss_of(model: nn.Module, batch: Options) -> Tensor:
-        return model(**batch).last_hidden_state.square().mean()
-
-    return Parts(model, lambda: {"pixel_values": _images(size)}, loss_of)
-
-
-def _two_towers(size: Size, *, tokens: str = "text_config") -> Options:
+def _two_towers(size: Size) -> Options:
     text = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,
@@ -237,7 +121,7 @@ def _two_towers(size: Size, *, tokens: str = "text_config") -> Options:
         "max_position_embeddings": size.length,
         "eos_token_id": 2,
     }
-    return {tokens: text, "vision_config": _vit(size)}
+    return {"text_config": text, "vision_config": _vit(size)}
 
 
 def _pairs(size: Size) -> Options:
@@ -277,18 +161,6 @@ def _blip(size: Size) -> Parts:
     return Parts(model, make_batch, loss_of_result)
 
 
-@entry(ENTRIES, "transformers: images and text", "ViLT")
-def _vilt(size: Size) -> Parts:
-    options = _vit(size) | {"vocab_size": size.vocabulary, "max_position_embeddings": size.length}
-    model = library_model("ViltForQuestionAnswering", num_labels=10, max_image_length=-1, **options)
-
-    def make_batch() -> Options:
-        labels = torch.rand(size.batch, 10)
-        return {"input_ids": ids(size), "pixel_values": _images(size), "labels": labels}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
 @entry(ENTRIES, "transformers: images and text", "LayoutLM", compiled=True)
 def _layout(size: Size) -> Parts:
     model = library_model(
@@ -307,27 +179,6 @@ def _layout(size: Size) -> Parts:
         boxes = torch.cat([corner, corner + torch.randint(1, 400, corner.shape)], -1)
         labels = torch.randint(0, 5, (size.batch, size.length))
         return {"input_ids": ids(size), "bbox": boxes, "labels": labels}
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: images and text", "VisualBERT")
-def _visual_bert(size: Size) -> Parts:
-    options = _vit(size) | {"vocab_size": size.vocabulary, "visual_embedding_dim": 32}
-    del options["image_size"], options["patch_size"]
-    model = library_model("VisualBertForPreTraining", **options)
-
-    def make_batch() -> Options:
-        tokens, regions = ids(size), 4
-        labels = ids(size, length=size.length + regions)
-        return {
-            "input_ids": tokens,
-            "visual_embeds": torch.randn(size.batch, regions, 32),
-            "visual_attention_mask": torch.ones(size.batch, regions),
-            "visual_token_type_ids": torch.ones(size.batch, regions, dtype=torch.long),
-            "attention_mask": torch.ones_like(tokens),
-            "labels": labels,
-        }
 
     return Parts(model, make_batch, loss_of_result)
 
@@ -354,27 +205,5 @@ def _perceiver(size: Size) -> Parts:
             "attention_mask": torch.ones(size.batch, size.length),
             "labels": ids(size),
         }
-
-    return Parts(model, make_batch, loss_of_result)
-
-
-@entry(ENTRIES, "transformers: images and text", "TrOCR with a ViT")
-def _optical(size: Size) -> Parts:
-    from transformers import TrOCRConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
-
-    reader = TrOCRConfig(
-        vocab_size=size.vocabulary,
-        d_model=size.width,
-        decoder_layers=size.depth,
-        decoder_attention_heads=size.heads,
-        decoder_ffn_dim=size.width,
-        max_position_embeddings=size.length,
-    )
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**_vit(size)), reader)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    model = VisionEncoderDecoderModel(config=config).train()
-
-    def make_batch() -> Options:
-        return {"pixel_values": _images(size), "labels": ids(size, length=size.length // 2)}
 
     return Parts(model, make_batch, loss_of_result)

@@ -10,31 +10,26 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, package
 
-__all__ = ["ENTRIES", "classification_loss", "labelled_images", "timm_model"]
+__all__ = ["ENTRIES"]
 
 ENTRIES: list[Entry] = []
 
 
-def labelled_images(size: Size, side: int, classes: int = 10) -> dict[str, Tensor]:
+def _labelled(size: Size, side: int) -> dict[str, Tensor]:
     """Images with one label each."""
     images = torch.randn(size.batch, 3, side, side)
-    return {"x": images, "y": torch.randint(0, classes, (size.batch,))}
+    return {"x": images, "y": torch.randint(0, 10, (size.batch,))}
 
 
-def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy of one label for each example."""
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def timm_model(name: str, **options: Any) -> nn.Module:
-    """A model of timm with random weights, in train mode."""
-    model: nn.Module = package("timm").create_model(name, pretrained=False, num_classes=10, **options)
-    return model.train()
-
-
 def _timm(name: str, *, side: int = 64, compiled: bool = False, family: str = "timm", **options: Any) -> None:
     def build(size: Size) -> Parts:
-        return Parts(timm_model(name, **options), lambda: labelled_images(size, side), classification_loss)
+        model = package("timm").create_model(name, pretrained=False, num_classes=10, **options).train()
+        return Parts(model, lambda: _labelled(size, side), _loss)
 
     ENTRIES.append(Entry(name, family, build, compiled))
 
@@ -87,8 +82,8 @@ def _torchvision(name: str, *, side: int = 64, compiled: bool = False, **options
         make = getattr(package("torchvision.models"), name)
         return Parts(
             make(weights=None, num_classes=10, **options).train(),
-            lambda: labelled_images(size, side),
-            classification_loss,
+            lambda: _labelled(size, side),
+            _loss,
         )
 
     ENTRIES.append(Entry(f"{name} of torchvision", "torchvision", build, compiled))
@@ -165,4 +160,4 @@ def _video(size: Size) -> Parts:
     def make_batch() -> dict[str, Tensor]:
         return {"x": torch.randn(2, 3, 8, 32, 32), "y": torch.randint(0, 10, (2,))}
 
-    return Parts(model, make_batch, classification_loss)
+    return Parts(model, make_batch, _loss)
