@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pygraph_train.problems import frames_in, is_user_file
+from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argument, written_arguments
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
+from pygraph_train.trees import map_leaves
 
 __all__ = ["caught", "halves", "prepared", "runner", "written_inputs"]
 
@@ -84,9 +84,7 @@ class _Draws(TorchDispatchMode):
         given = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in operation.tags:
             return operation(*args, **given)
-        schema = operation._schema
-        places = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-        written = [args[i] if i < len(args) else given[schema.arguments[i].name] for i in places]
+        written = written_arguments(operation, args, given)
         if not self._again:
             made = operation(*args, **given)
             self._kept.append(_copied((written, made)))
@@ -95,10 +93,10 @@ class _Draws(TorchDispatchMode):
         self._position += 1
         for tensor, value in zip(written, drawn, strict=True):
             tensor.copy_(value)
-        return written[0] if any(r.alias_info for r in schema.returns) else _copied(made)
+        return written[0] if returns_argument(operation) else _copied(made)
 
 
-_copied = functools.partial(tree_map_only, Tensor, Tensor.clone)
+_copied = functools.partial(map_leaves, lambda value: value.clone() if isinstance(value, Tensor) else value)
 
 
 def _name(node: Node) -> str:

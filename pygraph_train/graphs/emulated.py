@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,11 +24,9 @@ from pygraph_train.graphs.emulated_collectives import (
     stand_in,
 )
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
-from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError, MemoryUse
+from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
 from pygraph_train.graphs.memory import span
-from pygraph_train.graphs.nodes import Node
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
@@ -155,15 +153,9 @@ class EmulatedEngine:
         footprint = Footprint(made, keeps, reads)
         return lambda: pool.replaying(footprint)
 
-    def indirect(
-        self,
-        first: EmulatedGraph,
-        second: EmulatedGraph,
-        inputs_first: Sequence[torch.Tensor],
-        inputs_second: Sequence[torch.Tensor],
-    ) -> IndirectEmulatedGraph:
-        """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
-        return indirect(first, second, inputs_first, inputs_second)
+    def indirect(self, *graphs_and_inputs: Any) -> NoReturn:
+        """See `Engine.indirect`."""
+        raise IndirectionUnavailable("operations on the CPU have no pointers that could be rewritten")
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
@@ -212,27 +204,9 @@ class EmulatedGraph:
         self._operations, self._freed = [], []
         self.closed = True
 
-    def as_nodes(self, book: AddressBook) -> list[Node]:
-        """Each operation as a kernel whose parameters are the addresses of its tensors."""
-        return [
-            Node(
-                "kernel",
-                str(operation.func),
-                blocks=tuple(
-                    (8 * position, book.range(tensor).address.to_bytes(8, "little"))
-                    for position, tensor in enumerate(operation.tensors())
-                ),
-            )
-            for operation in self._operations
-        ]
-
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> RecordedNumbers:
         """See `engine.RewritableGraph.numbers`."""
         return RecordedNumbers(self._operations, sets, kernels)
-
-    def tensor_at(self, node: int, offset: int) -> torch.Tensor:
-        """The recorded alias that `as_nodes` put at that place."""
-        return self._operations[node].tensors()[offset // 8]
 
 
 def _freed(operations: list[_Operation]) -> list[tuple[torch.UntypedStorage, int]]:

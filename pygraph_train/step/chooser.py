@@ -92,7 +92,7 @@ class Chooser:
         if not self.settled:
             self._settle(parts, traces)
         elif self.misses(parts):
-            self._miss()
+            self._miss(traces)
         elif self._alike < _ALIKE + _TIMED:
             self._in_a_row = 0
             self._alike += 1
@@ -116,8 +116,9 @@ class Chooser:
             self._quiet += 1
             self.settled = self._quiet > _QUIET
 
-    def _miss(self) -> None:
+    def _miss(self, traces: int) -> None:
         """A step has ended that ran as it is written because Dynamo did not trace it."""
+        self._traces = traces
         self._missed += 1
         self._in_a_row += 1
         if self._in_a_row == _QUIET or self._missed * _SAVED * self._host >= self._cost:

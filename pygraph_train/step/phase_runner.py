@@ -27,7 +27,7 @@ from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces, traces_of_others
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, left_untraced, traces, traces_of_others
 
 __all__ = ["NO_GRAPH", "PhaseRunner", "StepOfPhases", "runner_for", "why_no_phases", "why_update_is_plain"]
 
@@ -135,8 +135,12 @@ class PhaseRunner:
         """Call the step's function through `torch.compile`. Hot path."""
         if self._compiled is None or self._compiled.fn != fn:
             self._compiled = CompiledFunction(fn, self._regions)
-        self._compiled.settled = self._chooser is not None and self._chooser.settled
-        return self._compiled(*args, **kwargs)
+        chooser = self._chooser
+        self._compiled.settled = chooser is not None and chooser.settled
+        made = self._compiled(*args, **kwargs)
+        if chooser is not None and chooser.misses(self._regions.parts):
+            left_untraced()
+        return made
 
     # -- the update --------------------------------------------------------------------------------------
 

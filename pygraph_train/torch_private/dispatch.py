@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -19,7 +20,9 @@ __all__ = [
     "is_operator",
     "no_torch_function",
     "packet_name",
+    "returns_argument",
     "writes_arguments",
+    "written_arguments",
 ]
 
 
@@ -57,6 +60,18 @@ def no_torch_function() -> AbstractContextManager[None]:
 def is_operator(func: object) -> bool:
     """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
     return isinstance(func, torch._ops.OpOverload)
+
+
+def written_arguments(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What a call of an operator writes in place (torch 2.11 to 2.15)."""
+    declared = func._schema.arguments
+    places = [i for i, a in enumerate(declared) if a.alias_info is not None and a.alias_info.is_write]
+    return [args[i] if i < len(args) else kwargs[declared[i].name] for i in places]
+
+
+def returns_argument(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns what it has written, or a view (torch 2.11 to 2.15)."""
+    return any(r.alias_info is not None for r in func._schema.returns)
 
 
 def writes_arguments(func: torch._ops.OpOverload) -> bool:

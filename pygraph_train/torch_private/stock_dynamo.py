@@ -29,6 +29,7 @@ __all__ = [
     "call_of",
     "compiled_by_user",
     "left_to_python",
+    "left_untraced",
     "set_call_of",
     "traces",
     "traces_of_others",
@@ -254,6 +255,11 @@ def _listen() -> None:
 def traces() -> int:
     """How often Dynamo has traced in this thread, as far as it was listened to. Hot path."""
     return _here.traces
+
+
+def left_untraced() -> None:
+    """A call differed from what was traced, and ran as it is written: who looks for changes is to look again."""
+    _here.traces += 1
 
 
 def traces_of_others() -> int:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from pygraph_train.graphs import IndirectionUnavailable, nodes, patch
-from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.indirection import Discovery, Slot, discover
 from pygraph_train.graphs.memory import AddressRange
 from pygraph_train.graphs.nodes import Node
@@ -341,34 +340,3 @@ def test_machine_without_a_driver_is_told_in_a_sentence() -> None:
         pytest.skip("there is a driver here")
     with pytest.raises(IndirectionUnavailable, match="pointer indirection needs"):
         nodes.read_nodes(1)
-
-
-# --- the emulated engine ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine() -> EmulatedEngine:
-    return EmulatedEngine()
-
-
-def test_emulated_engine_says_why_an_input_is_not_served(engine: EmulatedEngine) -> None:
-    x, fixed, unused = torch.randn(4), torch.randn(4), torch.randn(4)
-    moved = x.clone()
-    first, _ = engine.capture(lambda: x * fixed, instantiate=False)
-    second, _ = engine.capture(lambda: moved * fixed, instantiate=False)
-    graph = engine.indirect(first, second, [x, fixed, unused], [moved, fixed, unused.clone()])
-    assert graph.served == {0}
-    assert "same address" in graph.unserved[1] and "no captured operation" in graph.unserved[2]
-    with pytest.raises(ValueError, match="input 1 cannot be moved: it lay at the same address"):
-        graph.retarget({1: torch.randn(4)})
-
-
-def test_captures_that_recorded_different_work_are_unavailable(engine: EmulatedEngine) -> None:
-    x, moved = torch.randn(4), torch.randn(4)
-    first, _ = engine.capture(lambda: x + 1, instantiate=False)
-    second, result = engine.capture(lambda: moved * 2, instantiate=False)
-    with pytest.raises(IndirectionUnavailable, match="differ"):
-        engine.indirect(first, second, [x], [moved])
-    second.replay()  # both are as they were
-    first.replay()
-    assert torch.equal(result, moved * 2)
