@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.command import new_record, settle_device, told_in
 from benchmarks.record import print_table, write_json
 from pygraph_train.graphs.cuda import CudaEngine
+from pygraph_train.graphs.retarget import indirect
 
 SIZES = (0.1, 1, 8, 64, 256)
 """MiB of the input."""
@@ -76,7 +77,7 @@ def measure(way: str, size: float, readers: int) -> dict[str, float]:
     else:
         first, _ = engine.capture(lambda: work(places[0]), instantiate=False)
         second, _ = engine.capture(lambda: work(own), instantiate=False)
-        replay = engine.indirect(first, second, [places[0]], [own])
+        replay = indirect(first, second, [places[0]], [own])
 
         def moved(x: Tensor) -> None:
             replay.retarget({0: x})

@@ -38,6 +38,7 @@ __all__ = [
     "here",
     "not_needed",
     "once",
+    "plainly",
     "put_back",
     "quietly",
     "rehearsal",
@@ -259,7 +260,7 @@ class Boundary:
             PyGraphError: the library failed after it had begun what cannot be made twice.
         """
         if self._failures >= _MOST_FAILURES:
-            return _plainly(plain, given)
+            return plainly(plain, given)
         outer, here.progress = here.progress, (progress := _Progress())
         try:
             return ours(*given)
@@ -278,7 +279,7 @@ class Boundary:
                 self._failed(failed)
                 return progress.result
             if progress.began is None:
-                result = _plainly(plain, given)
+                result = plainly(plain, given)
                 self._failed(failed)
                 return result
             raise _unfinished(progress.began, failed) from failed
@@ -304,7 +305,7 @@ class Boundary:
             quietly(self._rest)
 
 
-def _plainly(plain: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def plainly(plain: Callable[..., Any], given: tuple[Any, ...] = ()) -> Any:
     """The piece as the user wrote it, which raises by itself what the user's code raises."""
     try:
         return plain(*given)

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from pygraph_train.boundary import quietly
+
 __all__ = ["LogBook", "LogRecording", "Record", "Recorder"]
 
 
@@ -107,7 +109,9 @@ class LogBook:
         self._late.push({name: value for name, value in on_bar.items() if isinstance(value, Tensor)})
 
     def _metrics_with_late_bar(self, on_step: bool) -> Any:
-        on_bar = self._on_bar() if on_step and self._replayed else []
+        on_bar: list[Any] = []
+        if on_step and self._replayed:
+            quietly(lambda: on_bar.extend(self._on_bar()))
         if not on_bar:
             return self._metrics(on_step)
         for metric in on_bar:
@@ -117,6 +121,10 @@ class LogBook:
         finally:
             for metric in on_bar:
                 metric.meta.prog_bar = True
+        quietly(lambda: self._put_on_bar(on_bar, metrics["pbar"]))
+        return metrics
+
+    def _put_on_bar(self, on_bar: list[Any], shown: dict[str, Any]) -> None:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         final = (
             epoch_loop.batch_progress.is_last_batch
@@ -125,8 +133,7 @@ class LogBook:
         )
         numbers = self._late.read(final=final)
         names = [metric.meta.forked_name(on_step=True) for metric in on_bar]
-        metrics["pbar"].update({name: numbers[name] for name in names if name in numbers})
-        return metrics
+        shown.update({name: numbers[name] for name in names if name in numbers})
 
 
 class _LateNumbers:

@@ -7,8 +7,7 @@ from pygraph_train.graphs.engine import (
     CaptureError,
     Engine,
     Graph,
-    IndirectGraph,
     IndirectionUnavailable,
 )
 
-__all__ = ["CaptureError", "Engine", "Graph", "IndirectGraph", "IndirectionUnavailable", "make_engine"]
+__all__ = ["CaptureError", "Engine", "Graph", "IndirectionUnavailable", "make_engine"]

@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, Me
 from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
-from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
@@ -209,16 +208,6 @@ class CudaEngine:
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()
-
-    def indirect(
-        self,
-        first: CudaGraph,
-        second: CudaGraph,
-        inputs_first: Sequence[torch.Tensor],
-        inputs_second: Sequence[torch.Tensor],
-    ) -> IndirectCudaGraph:
-        """See `graphs.engine.Engine.indirect`."""
-        return indirect(first, second, inputs_first, inputs_second)
 
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,7 +25,7 @@ from pygraph_train.graphs.emulated_collectives import (
 )
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
+from pygraph_train.graphs.engine import CaptureError, MemoryUse
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
@@ -152,10 +152,6 @@ class EmulatedEngine:
         pool.add(tensors, taped)
         footprint = Footprint(made, keeps, reads)
         return lambda: pool.replaying(footprint)
-
-    def indirect(self, *graphs_and_inputs: Any) -> NoReturn:
-        """See `Engine.indirect`."""
-        raise IndirectionUnavailable("operations on the CPU have no pointers that could be rewritten")
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""

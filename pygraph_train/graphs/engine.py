@@ -6,9 +6,9 @@ rules). Nothing in this package knows what a training step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,7 +18,6 @@ __all__ = [
     "CaptureError",
     "Engine",
     "Graph",
-    "IndirectGraph",
     "IndirectionUnavailable",
     "MemoryUse",
     "NumberWriter",
@@ -136,30 +135,6 @@ class RewritableGraph(Graph, Protocol):
 
 
 @runtime_checkable
-class IndirectGraph(Graph, Protocol):
-    """A graph that can be pointed at other inputs of the same shapes, strides and dtypes, without copies."""
-
-    served: frozenset[int]
-    """Inputs that can be moved."""
-    unserved: Mapping[int, str]
-    """The other inputs, which keep their addresses, and a sentence each that says why."""
-
-    def accepts(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether input `index` is served and `tensor` is aligned as the captured one was."""
-
-    def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
-        """Let later replays read and write other tensors.
-
-        Args:
-            changes: by input; each of the shape, strides, dtype and device that was captured. The graph
-                does not keep them alive. Inputs that are not named stay where they are.
-        Raises:
-            ValueError: an input is not served, or its address lost the alignment; nothing was changed.
-            RuntimeError: the pointers could not be rewritten; the graph cannot be replayed any more.
-        """
-
-
-@runtime_checkable
 class Engine(Protocol):
     """Makes graphs, which share memory pools; no two graphs of one engine may run at once."""
 
@@ -184,8 +159,7 @@ class Engine(Protocol):
 
         Args:
             fn: called once, with no arguments.
-            instantiate: make the graph ready at once; False leaves it to the first replay, and allows
-                `indirect`.
+            instantiate: make the graph ready at once; False leaves it to the first replay.
         Returns:
             The graph, and what `fn` returned: its tensors have fixed addresses, hold no defined values
             before the first replay, and are overwritten by every replay.
@@ -193,25 +167,6 @@ class Engine(Protocol):
             CaptureError: `fn` did something that a graph cannot hold (host read, host-to-device copy
                 from pageable memory, ...). Other exceptions of `fn`, KeyboardInterrupt and
                 out-of-memory errors pass through unchanged, after the same clean-up.
-        """
-
-    def indirect(
-        self,
-        first: Any,
-        second: Any,
-        inputs_first: Sequence[torch.Tensor],
-        inputs_second: Sequence[torch.Tensor],
-    ) -> IndirectGraph:
-        """Make a graph whose inputs may move, from two captures of the same work.
-
-        Args:
-            first, second: this engine's, captured with `instantiate=False`, not replayed. `first` is closed;
-                `second` becomes the result, with the outputs of its capture.
-            inputs_first, inputs_second: the inputs of the captures, in the same order. An input that is
-                to be served lies at different addresses in the two, and shares no memory with another.
-                Those of the second are where unserved inputs stay: the caller keeps them.
-        Raises:
-            IndirectionUnavailable: no input can be moved. Both graphs are as they were.
         """
 
     def trim(self) -> None:

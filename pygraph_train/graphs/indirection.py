@@ -57,14 +57,6 @@ class Discovery:
     unserved: Mapping[int, str]
     alignment: tuple[int, ...]
 
-    def __str__(self) -> str:
-        nodes = len({slot.node for slot in self.slots})
-        lines = [
-            f"{len(self.served)} of {len(self.alignment)} inputs through {len(self.slots)} pointers in {nodes} nodes"
-        ]
-        lines += [f"  input {index}: {reason}" for index, reason in sorted(self.unserved.items())]
-        return "\n".join(lines)
-
 
 def required_alignment(address: int) -> int:
     """What the address of an input captured at `address` must be a multiple of."""

@@ -24,7 +24,16 @@ def indirect(
     inputs_first: Sequence[torch.Tensor],
     inputs_second: Sequence[torch.Tensor],
 ) -> IndirectCudaGraph:
-    """See `graphs.engine.Engine.indirect`."""
+    """Make a graph whose inputs may move, from two captures of the same work.
+
+    Args:
+        first, second: of one engine, captured with `instantiate=False`, not replayed. `first` is closed; `second`
+            becomes the result, with the outputs of its capture.
+        inputs_first, inputs_second: the inputs of the captures, in the same order. An input that is to be served lies
+            at different addresses in the two, and shares no memory with another.
+    Raises:
+        IndirectionUnavailable: no input can be moved. Both graphs are as they were.
+    """
     if second.instantiated:
         raise ValueError("capture with instantiate=False: an instantiated graph can no longer be prepared")
     discovery = discover(
@@ -41,7 +50,12 @@ def indirect(
 
 
 class IndirectCudaGraph:
-    """See `graphs.engine.IndirectGraph`."""
+    """A graph that can be pointed at other inputs of the same shapes, strides and dtypes, without copies.
+
+    Attributes:
+        served: inputs that can be moved.
+        unserved: the other inputs, which keep their addresses, and a sentence each that says why.
+    """
 
     def __init__(self, graph: CudaGraph, patcher: HostPatcher, inputs: Sequence[torch.Tensor]) -> None:
         self.nodes = graph.nodes
@@ -54,11 +68,16 @@ class IndirectCudaGraph:
         self._launch = graph.replay
 
     def accepts(self, index: int, tensor: torch.Tensor) -> bool:
-        """See `graphs.engine.IndirectGraph.accepts`."""
+        """Whether input `index` is served and `tensor` is aligned as the captured one was."""
         return index in self.served and misplaced(index, tensor, self.discovery.alignment[index]) is None
 
     def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
-        """See `graphs.engine.IndirectGraph.retarget`."""
+        """Let later replays read and write other tensors, which the graph does not keep alive.
+
+        Raises:
+            ValueError: an input is not served, or its address lost the alignment; nothing was changed.
+            RuntimeError: the pointers could not be rewritten; the graph cannot be replayed any more.
+        """
         if self._patcher is None:
             raise RuntimeError("this CUDA graph was closed and cannot be retargeted")
         moved = moved_inputs(changes, self._addresses, self.discovery)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
+from pygraph_train.boundary import surely
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.compact import move_together
@@ -580,6 +581,9 @@ class OptimizerPreparation:
 
     def _plain_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """state_dict post hook: what a plain run would have returned. Live state is not touched."""
+        surely(functools.partial(self._make_plain, optimizer, state_dict), "optimizer.state_dict()")
+
+    def _make_plain(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         packed = {id(g): pg for g, pg in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)}
         for group in optimizer.param_groups:
             for key in (*_FLAGS, "lr"):

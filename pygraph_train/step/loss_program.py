@@ -21,6 +21,7 @@ from pygraph_train.boundary import (
     done,
     executes,
     not_needed,
+    plainly,
     quietly,
     surely,
     theirs,
@@ -118,7 +119,7 @@ class LossSteps(NotCopied):
         """
         if self._rest:
             self._rest -= 1
-            return self._make_plainly(args, kwargs, update=update)
+            return plainly(lambda: self._make_plainly(args, kwargs, update=update))
         counted = self._report.steps
         return self._boundary.make(
             lambda: self._make_by_runner(args, kwargs, update),

@@ -297,7 +297,13 @@ def test_what_is_clipped_follows_the_model_in_steps_that_are_not_traced(
             if n == 30:
                 torch.manual_seed(1)
                 model.append(nn.Linear(2, 2))
-            rare = n in (18, 20, 22, 24, 26)  # autograd leaves the gradients, and the update has a graph for that
+            rare = n in (
+                18,
+                20,
+                22,
+                24,
+                26,
+            )  # autograd leaves the gradients, and the update has a graph for that
             x = torch.randn(2 if rare else 3, 4, generator=torch.Generator().manual_seed(n))
             if ours:
                 step(x)
