@@ -96,8 +96,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
-        # by default Inductor waits until the loop has run long enough to be worth it
-        plugins=[PyGraph(engine=engine, compile="auto" if on_cpu else True)],
+        plugins=[PyGraph(engine=engine)],
     )
     model = GPT(vocabulary, context, width, layers, heads=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)

@@ -349,6 +349,7 @@ class Loop:
             call.settle(chooser.settled)
         if why is not None:
             self._tell(why)
+            quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
             self._remove_modules()
         elif before and not chooser.plain:
             for call in self._calls:
