@@ -15,7 +15,6 @@ __all__ = [
     "begin_capture",
     "clear_cublas_workspaces",
     "cuda_graph_nodes",
-    "current_cuda_stream",
     "driver_version",
     "expandable_segments",
 ]
@@ -60,11 +59,6 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> 
     """
     with _WithoutGeneratorState():
         graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-
-
-def current_cuda_stream(device: int) -> int:
-    """The cudaStream_t of this thread's current stream (torch 2.11)."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def driver_version() -> str | None:

@@ -284,24 +284,29 @@ class CompiledFunction:
         self.fn, self.settled = fn, False
         self.growing = Growing()
         self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
-        quietly(_tell_dynamo)
-        self._compile(_copied(fn))
+        self._compiled: Callable[..., Any] | None = (
+            None  # until the first call: it imports Inductor, for a second
+        )
 
-    def _compile(self, fn: Callable[..., Any]) -> None:
-        self._compiled: Callable[..., Any] = torch.compile(fn, backend=self._backend, **self._options)
+    def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        self._compiled = torch.compile(fn, backend=self._backend, **self._options)
+        return self._compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Hot path."""
         _listen()
-        here = _here
+        here, compiled = _here, self._compiled
+        if compiled is None:
+            quietly(_tell_dynamo)
+            compiled = self._compile(_copied(self.fn))
         here.called.append(self)
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
             if not self.settled:
-                return self._compiled(*args, **kwargs)
+                return compiled(*args, **kwargs)
             with torch.compiler.set_stance("eager_on_recompile"):
-                return self._compiled(*args, **kwargs)
+                return compiled(*args, **kwargs)
         except BaseException:
             torch.set_grad_enabled(graded)  # a graph that switches it and raises leaves it switched
             if here.settings is not None and self._anew < _MOST_ANEW:
@@ -339,9 +344,9 @@ class CompiledModule(CompiledFunction):
     def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
         super().__init__(_traced_call, backend, **options)
 
-    def _compile(self, fn: Callable[..., Any]) -> None:
+    def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         weakref.finalize(self, _forget, fn.__code__).atexit = False
-        super()._compile(fn)
+        return super()._compile(fn)
 
 
 call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")

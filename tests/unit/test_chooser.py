@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -329,3 +332,25 @@ def test_a_loop_keeps_to_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(report().to_dict()["phases_from_graphs"]["F"])
     assert counts[3] == 0 and counts[-1] == chooser._QUIET + chooser._ALIKE + chooser._TIMED == counts[-12]
     assert "steps are faster without graphs" in str(report().to_dict()["fallbacks"])
+
+
+def test_a_loop_without_graphs_imports_no_compiler() -> None:
+    """It takes a second or two, which a short run does not get back."""
+    script = """
+import sys
+import torch
+from pygraph_train import Accelerator, PyGraph
+from pygraph_train.step import loop
+from pygraph_train.step.chooser import Chooser
+loop.chooser_for = lambda config, engine, *given: Chooser(engine, given[0], lambda: 10)
+accelerator = Accelerator(cpu=True, plugins=[PyGraph(engine="emulated")])
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+for _ in range(10):
+    accelerator.backward(model(torch.randn(3, 4)).square().mean())
+    optimizer.step()
+assert "graphs pay after some" in str(accelerator.pygraph.report()), accelerator.pygraph.report()
+assert "torch._inductor.codecache" not in sys.modules
+"""
+    pytest.importorskip("accelerate")
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
