@@ -233,6 +233,7 @@ NAMES = (
         torch._dynamo.config: compiled_autograd ignore_logging_functions
         torch._dynamo.eval_frame: skip_code
         torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
+        torch._dynamo.variables: TensorVariable.method_requires_grad_
         torch._functorch.config: patch
         torch.autograd: Variable._execution_engine.queue_callback
         """,
@@ -244,7 +245,8 @@ NAMES = (
         torch._C: _current_graph_task_id _get_function_stack_at
             _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
         torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
-        torch._C._functorch: peek_interpreter_stack
+        torch._C._functorch: get_inplace_requires_grad_allowed peek_interpreter_stack
+            set_inplace_requires_grad_allowed
         torch.autograd.forward_ad: _current_level
         torch.nn: Module._call_impl Module._compiled_call_impl
         torch.nn.parallel: DistributedDataParallel._active_ddp_module
@@ -259,7 +261,7 @@ NAMES = (
         GRAPHS,
         """
         torch._C: _accelerator_setAllocatorSettings _cuda_clearCublasWorkspaces
-            _cuda_endAllocateToPool _cuda_getCurrentRawStream _cuda_releasePool
+            _cuda_endAllocateToPool _cuda_releasePool
         torch.cuda.memory: _snapshot
         """,
         cuda=True,

@@ -187,9 +187,8 @@ def _require_grad(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def _inner_leaves() -> Iterator[None]:
-    """Around a trace: `requires_grad_()` of what the step has computed is an operation, as in plain training. Dynamo
-    breaks the graph there, and in each function around it: adapters with gradient checkpointing take it 32 traces.
-    (2.11 to 2.15)"""
+    """Around a trace: `requires_grad_()` of what the step has computed is an operation. Dynamo breaks the graph there,
+    and in each function around it: adapters with checkpoints take it 32 traces. (2.11 to 2.15)"""
     from torch._dynamo.variables import TensorVariable
 
     stock = TensorVariable.method_requires_grad_
@@ -258,7 +257,7 @@ def traces() -> int:
 
 
 def left_untraced() -> None:
-    """A call differed from what was traced, and ran as it is written: who looks for changes is to look again."""
+    """A call ran as it is written: who looks for changes in each trace is to look again."""
     _here.traces += 1
 
 
