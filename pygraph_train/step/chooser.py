@@ -163,10 +163,7 @@ RARE = Problem(
 
 
 def chooser_for(
-    config: PyGraphConfig,
-    engine: Engine,
-    timed: Callable[[float, float], None],
-    left: Callable[[], float],
+    config: PyGraphConfig, engine: Engine, timed: Callable[[float, float], None], left: Callable[[], float]
 ) -> Chooser | None:
     """None where graphs are made in any case: times of the emulated engine say nothing."""
     asked = config.forward == "on" or config.on_failure == "raise"
