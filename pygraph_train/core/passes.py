@@ -44,11 +44,10 @@ _WRITING_OPERATORS = {
 }
 
 
-def _checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(body: Any, *args: Any, contexts: Any = noop_context_fn, **kwargs: Any) -> Any:
     """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd.
 
-    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay. What is
-    drawn in it is kept: no recording can set the state of a generator back.
+    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay.
     """
     leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or t.requires_grad]
 
@@ -58,9 +57,13 @@ def _checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
             inputs[i] = t
         return body(*inputs)
 
-    draws, given = _draws(body), [args[i] for i in leads]
-    contexts = _drawn_once if draws else noop_context_fn
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=not draws, context_fn=contexts)
+    given, sets_back = [args[i] for i in leads], contexts is noop_context_fn
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=sets_back, context_fn=contexts)
+
+
+def _checkpointed_draws(body: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same of what draws random numbers. They are kept: no recording can set the state of a generator back."""
+    return _checkpointed(body, *args, contexts=_drawn_once)
 
 
 def _drawn_once() -> tuple[_Draws, _Draws]:
@@ -215,7 +218,8 @@ def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
         if not eager or node.op != "call_function" or not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
-            node.target, changed = _checkpointed, True
+            draws = _draws(gm.get_submodule(node.args[0].target))
+            node.target, changed = _checkpointed_draws if draws else _checkpointed, True
         elif target.name() not in _EAGER_OPERATORS:
             return gm, f"eager kernels cannot compute {target.name()}"
     if changed:
@@ -264,10 +268,8 @@ _DRAWING = re.compile(
 )
 
 
-def _draws(body: Any) -> bool:
+def _draws(body: nn.Module) -> bool:
     """Whether a part of a step may draw random numbers."""
-    if not isinstance(body, GraphModule):
-        return True
     parts = list(body.modules())
     called = [
         n for m in parts if isinstance(m, GraphModule) for n in m.graph.nodes if n.op.startswith("call")
