@@ -160,7 +160,7 @@ class FabricStep(LossSteps):
         return result
 
     def _look_at_runner(self) -> None:
-        if self._runner is not None and self._runner.hopeless and not self._runner.stopped:
+        if self._runner is not None and self._runner.hopeless:
             self._leave(None)
 
     @property

@@ -236,7 +236,7 @@ class _WholeStep:
         step.update(body)
         done(None)
         self._end(runner, step)
-        if runner.hopeless and not runner.stopped:
+        if runner.hopeless:
             self._fall_back(None)
 
     def _fall_back(self, problem: Problem | None) -> None:

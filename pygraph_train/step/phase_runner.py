@@ -246,9 +246,9 @@ class PhaseRunner:
 
     @property
     def hopeless(self) -> bool:
-        """Whether many steps have brought reasons and no replay."""
+        """Whether many steps have brought reasons and no replay, and more are tried."""
         run = self._training
-        return run.step >= _HOPE and run.reasons > 0 and not run.replays
+        return not self.stopped and run.step >= _HOPE and run.reasons > 0 and not run.replays
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""
