@@ -271,9 +271,7 @@ _DRAWING = re.compile(
 def _draws(body: nn.Module) -> bool:
     """Whether a part of a step may draw random numbers."""
     parts = list(body.modules())
-    called = [
-        n for m in parts if isinstance(m, GraphModule) for n in m.graph.nodes if n.op.startswith("call")
-    ]
+    called = [n for m in parts if isinstance(m, GraphModule) for n in m.graph.nodes if _name(n)]
     attention = [n for n in called if "attention" in str(n.target)]
     return (
         any(isinstance(m, nn.Dropout) and m.p for m in parts)
