@@ -32,8 +32,6 @@ _QUIET = 8
 Dynamo traces again.
 """
 
-_MANY = 1 << 30
-
 
 def _nobody(with_graphs: float, without: float) -> None:
     pass
@@ -62,7 +60,8 @@ class Chooser:
         self.plain, self.settled = True, False
         self._engine, self._timed, self._left = engine, timed, left
         self._steps = self._alike = self._traces = 0
-        self._parts, self._quiet, self._missed, self._in_a_row = _MANY, 0, 0, 0
+        self._quiet = self._missed = self._in_a_row = 0
+        self._parts = math.inf  # the fewest in a step, since Dynamo last traced
         self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs
@@ -93,16 +92,18 @@ class Chooser:
             self._settle(parts, traces)
         elif self.misses(parts):
             self._miss(traces)
-        elif self._alike < _ALIKE + _TIMED:
-            self._in_a_row = 0
-            self._alike += 1
-            if self._alike >= _ALIKE:
-                self._with = min(self._with, self._interval()[1])
-            if self._alike == _ALIKE + _TIMED:
-                return self._why_no_more(replayed)
         else:
             self._in_a_row = 0
+            if self._alike < _ALIKE + _TIMED:
+                return self._time(replayed)
         return None
+
+    def _time(self, replayed: bool) -> Problem | None:
+        """A step has ended that is like those that were traced."""
+        self._alike += 1
+        if self._alike >= _ALIKE:
+            self._with = min(self._with, self._interval()[1])
+        return self._why_no_more(replayed) if self._alike == _ALIKE + _TIMED else None
 
     def _settle(self, parts: int, traces: int) -> None:
         """A step has ended in which Dynamo might trace."""
@@ -110,7 +111,7 @@ class Chooser:
         self._cost += 0.0 if began is None else max(0.0, now - began - self._host)
         self._began = now
         if traces != self._traces:
-            self._traces, self._quiet, self._parts = traces, 1, _MANY
+            self._traces, self._quiet, self._parts = traces, 1, math.inf
         elif self._quiet:  # it has traced
             self._parts = min(self._parts, parts)
             self._quiet += 1
