@@ -110,6 +110,7 @@ class PyGraph:
 
         Returns:
             This object.
+
         Raises:
             ValueError: the Accelerator already has a PyGraph, or this PyGraph is attached to another Accelerator.
         """
@@ -260,8 +261,10 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
 
         Args:
             fn: one training step, or micro-batch.
+
         Returns:
             A callable that does the same and returns the same, detached.
+
         Raises:
             RuntimeError: this Accelerator has no PyGraph.
         """

@@ -84,8 +84,10 @@ class PyGraphFabric:
 
         Args:
             fabric: a `lightning.fabric.Fabric` that has set up no model yet.
+
         Returns:
             This object.
+
         Raises:
             TypeError: `fabric` is no `lightning.fabric.Fabric`.
             ValueError: the Fabric already has a PyGraphFabric or models; this PyGraphFabric is attached to another
@@ -225,9 +227,11 @@ class PyGraphFabric:
             manual_optimization: `fn` makes the whole step itself: it calls `fabric.backward`,
                 `fabric.clip_gradients`, and `step` and `zero_grad` of its optimizers. `model` and `optimizer` may be
                 lists then. Forward, backward and optimizers have graphs of their own.
+
         Returns:
             A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
             is the norm that `fabric.clip_gradients` would have returned.
+
         Raises:
             TypeError: model or optimizer was not set up with Fabric.
             ValueError: model or optimizer was set up with another Fabric, or both `max_norm` and `clip_val` were given,

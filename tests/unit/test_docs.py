@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pygraph_train
+from benchmarks.pictures import FOLDER, pictures
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.torch_private.names import TRIED
 
@@ -100,6 +101,13 @@ def test_every_page_is_reached_from_the_readme() -> None:
         links = [link.partition("#")[0] for link in _LINK.findall(page.read_text(encoding="utf-8"))]
         left += [(page.parent / link).resolve() for link in links if link and "://" not in link]
     assert set(PAGES) <= seen
+
+
+def test_pictures_are_drawn_from_the_results() -> None:
+    drawn = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.iterdir()}
+    assert drawn == pictures(), "python -m benchmarks.pictures draws them again"
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^!\[.+?\]\(pictures/(.+)\)$", page, re.M)) == sorted(drawn)
 
 
 def test_tests_that_pages_name_are_there() -> None:
