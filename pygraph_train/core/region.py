@@ -250,6 +250,7 @@ class PhaseRegion:
         self.inference = False
         self.calls = self.replays = self.backwards = self.recordings = 0
         self._moves = 0
+        self._largest = 0  # bytes of a recording
         self._learned = False
         self._numbers: tuple[int, ...] = ()
         self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
@@ -489,13 +490,14 @@ class PhaseRegion:
         verifies = owner.config.verify != "off"
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
         # before there is a graph, whose memory would come on top
-        known = {asked: self._plain_fingerprint(given, asked) for asked in compared if verifies}
+        known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
         with torch.inference_mode(False), self._undone(given):
             gc.collect(1)  # what the run without a graph has left
             before = owner.engine.memory()
             slot = RecordedRegion(self, given)
             after = owner.engine.memory()
         slot.nbytes = max(0, after.reserved - after.idle - (before.reserved - before.idle))
+        self._largest = max(self._largest, slot.nbytes)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
@@ -541,7 +543,7 @@ class PhaseRegion:
         self,
         slot: RecordedRegion,
         given: Sequence[Any],
-        known: Mapping[frozenset[int], Fingerprint | None],
+        known: Mapping[frozenset[int], PlainRuns | None],
     ) -> None:
         """A replay has to give what the region gives without a graph. Nothing is left of either.
 
@@ -552,25 +554,36 @@ class PhaseRegion:
         """
         self.owner.make_way(given)
         for asked in slot.backwards or [frozenset()]:
-            first = known.get(asked) or self._plain_fingerprint(given, asked)
-            if first is None:
+            runs = known[asked] if asked in known else self._plain_runs(given, asked, most=1)
+            if runs is None:
                 continue
-            runs = PlainRuns(first, "result")
             with self._undone(given):
                 found = self._fingerprint_of(given, *slot.replayed(given, asked))
             if runs.same(found):
                 continue
             while not runs.enough(found):
-                runs.add(self._plain_fingerprint(given, asked) or first)
+                runs.add(self._plain_fingerprint(given, asked) or runs.first)
             if (difference := runs.refuse(found)) is not None:
                 slot.close()
                 raise Unrecordable(f"its replay computes something else: {difference}")
 
+    def _plain_runs(
+        self, given: Sequence[Any], asked: frozenset[int], most: int = PlainRuns.ENOUGH
+    ) -> PlainRuns | None:
+        """What the region gives without a graph, once more where that differs; None where it is not possible."""
+        if (first := self._plain_fingerprint(given, asked)) is None:
+            return None
+        runs = PlainRuns(first, "result")
+        for made in range(1, most):
+            if made > 1 and runs.agree:
+                break
+            runs.add(self._plain_fingerprint(given, asked) or first)
+        return runs
+
     def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
         # where graphs hold memory that a step without a graph would need, what it saves goes to the host
-        others = [slot.nbytes for slots in self.slots.values() for slot in slots]
-        aside = nullcontext() if not others or self._fits(max(others)) else save_on_cpu()
+        aside = nullcontext() if self._fits(self._largest) else save_on_cpu()
         with self._undone(given):
             with aside:
                 made = run_plainly(self, given, asked)
