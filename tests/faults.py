@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pygraph_train.core import node
+from pygraph_train.core import node, region
 from pygraph_train.core.node import Delivery
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.recording import RecordedRegion
@@ -130,6 +130,12 @@ def _a_backward_overwrites_what_was_delivered(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Delivery, "make_way", lambda *args: None)
 
 
+def _backwards_that_keep_the_graph_are_as_others(patch: pytest.MonkeyPatch) -> None:
+    backward_of = RecordedRegion.backward_of
+    patch.setattr(RecordedRegion, "backward_of", lambda self, seeds, **_: backward_of(self, seeds))
+    patch.setattr(region, "backward_keeps_graph", lambda: False)
+
+
 def _gradients_are_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(node, "add_all", lambda sums, more: None)
 
@@ -174,6 +180,7 @@ FAULTS: dict[str, Plant] = {
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "pending forwards share a recording": _pending_forwards_share_a_recording,
     "a backward overwrites gradients that were delivered": _a_backward_overwrites_what_was_delivered,
+    "backwards that keep the graph are not noticed": _backwards_that_keep_the_graph_are_as_others,
     "gradients of several backwards are not added up": _gradients_are_not_added_up,
     "absent gradients are zero": _absent_gradients_are_zero,
     "hooks on gradients are not noticed": lambda patch: patch.setattr(

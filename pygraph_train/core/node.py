@@ -161,10 +161,11 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     """The gradients of what `_Replay.forward` takes. It may be made twice: what is delivered is handed over last."""
     delivery, parameters = ctx.delivery, ctx.parameters
     delivery.begin()
-    if (backward := slot.backward_of(seeds)) is not None:
+    keeps = backward_keeps_graph()
+    if (backward := slot.backward_of(seeds, keeps=keeps)) is not None:
         delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
     found = slot.replay_backward(backward, seeds)
-    if not backward_keeps_graph():
+    if not keeps:
         ctx.token = None
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
     gradients = [found[k] for k in (ctx.returned if delivers else ctx.through)]

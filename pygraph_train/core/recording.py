@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,15 +14,12 @@ from pygraph_train.boundary import REPLAY, executes
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
-from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.memory import borrower, copy_all
 from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
-
-_FEW_GRADIENTS = 64 << 20
-"""Bytes of gradients that take no time to copy: 0.03 ms on an H200."""
 
 __all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
 
@@ -30,12 +27,37 @@ __all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
 _DRAWN = ("torch", OF_DEVICES)
 
 
-def _without_version(saved: Tensor) -> Tensor:
-    return saved.data
+class _Activations:
+    """What a forward saves for its backward. Each replay writes it anew, which no version has to tell.
+
+    Attributes:
+        given_up: whether a backward lets go of each tensor as it reads it, so that its own results may lie there, as
+            they may in plain training.
+    """
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self._held: list[Tensor | Callable[[], Tensor]] = []
+
+    def pack(self, saved: Tensor) -> int:
+        """Keep a tensor, and return its number."""
+        self._held.append(saved.data)
+        return len(self._held) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        """The tensor of this number."""
+        held = self._held[number]
+        if isinstance(held, Tensor):
+            if self.given_up and type(held) is Tensor and not (held.is_conj() or held.is_neg()):
+                self._held[number] = borrower(held)
+            return held
+        if self.given_up:
+            raise _ReadTwiceError
+        return held()
 
 
-def _as_it_is(saved: Tensor) -> Tensor:
-    return saved
+class _ReadTwiceError(Exception):
+    """A backward reads an activation that it has let go of."""
 
 
 class Unrecordable(Exception):
@@ -73,6 +95,7 @@ class RecordedRegion:
         leads: positions of inputs that get gradients.
         differ: positions of outputs that require gradients.
         region: whose graph it is.
+        gives_up: whether the recorded backward overwrites what the forward has saved.
         generation: grows with each replay of the forward.
         audits, nbytes: when it is compared once more, and the bytes that it holds; set by who has recorded it.
     """
@@ -93,13 +116,13 @@ class RecordedRegion:
         self._written_back = [i for i in self._moving if i in region.written]
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
+        self.gives_up = len(region.asked) == 1 and not region.keeps
+        self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
         self._routes: dict[tuple[frozenset[int], bool], tuple[list[int], list[int], list[int]]] = {}
         try:
-            kept = [given[i].nbytes for i in self.leads if i in region.fixed and region.owner.delivers]
-            if sum(kept) > _FEW_GRADIENTS or not self._record(given, apart=False):
-                self._record(given, apart=True)
+            self._record(given)
         except BaseException:
             self.close()
             raise
@@ -115,26 +138,38 @@ class RecordedRegion:
             static = place.as_strided(value.shape, value.stride(), 0)
         return static.requires_grad_(value.requires_grad)
 
-    def _record(self, given: Sequence[Any], *, apart: bool) -> bool:
-        """Record both. Returns False where that has to be done once more, with pools apart.
+    def _record(self, given: Sequence[Any]) -> None:
+        """Record both, in a pool of their own, in which the backward gives activations up where it can.
 
-        Gradients outlive the next forward where a loop adds them up, and must not lie where that forward keeps
-        intermediate results. Few gradients are copied to memory of their own. Others have a pool of their own.
+        Gradients of parameters are copied to memory of their own: they outlive the next forward where a loop adds them
+        up, and other recordings put them there, too.
         """
-        region, engine = self.region, self._engine
+        owner = self.region.owner
         self._load(given)
-        if not apart:
-            region.owner.make_places([given[i] for i in self.leads if i in region.fixed])
-        # what is saved for a pending backward must not lie where another graph keeps intermediate results
-        with engine.scratch_pool():
-            self._record_forward()
-            placed = not apart and self._record_backwards()
-        if apart:
-            with engine.scratch_pool():
-                self._record_backwards()
-        elif not placed:
+        owner.make_places([given[i] for i in self.leads if i in self.region.fixed])
+        try:
+            self._record_both()
+        except _ReadTwiceError:
+            self.gives_up = False
             self._close_graphs()
-        return apart or placed
+            self._record_both()
+        if self._misplaced():
+            self._close_graphs()
+            self._record_both()
+            if self._misplaced():
+                raise Unrecordable("gradients of a parameter have several layouts")
+
+    def _misplaced(self) -> bool:
+        move = self.region.owner.move_places
+        return sum(move(self._keys, backward.gradients) for backward in self._backwards.values()) > 0
+
+    def _record_both(self) -> None:
+        asked = self.region.asked if self.region.owner.config.backward != "off" else ()
+        with self._engine.scratch_pool():
+            self._record_forward()
+            for outputs in asked:
+                if outputs.issubset(self.differ):
+                    self._backwards[outputs] = self._record_backward(outputs)
 
     def _record_forward(self) -> None:
         engine = self._engine
@@ -145,15 +180,6 @@ class RecordedRegion:
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
-
-    def _record_backwards(self) -> bool:
-        """Returns whether all gradients of parameters lie where they lay before."""
-        places = set(self.region.owner.places())
-        if self.region.owner.config.backward != "off":
-            for asked in self.region.asked:
-                if asked.issubset(self.differ):
-                    self._backwards[asked] = self._record_backward(asked)
-        return places.issuperset(self.region.owner.places())
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
@@ -178,21 +204,24 @@ class RecordedRegion:
         return None
 
     def _run_forward(self) -> Sequence[Any]:
-        # each replay writes what was saved anew, which no version has to tell
-        unversioned = torch.autograd.graph.saved_tensors_hooks(_without_version, _as_it_is)
-        with torch.set_grad_enabled(not self.region.inference), unversioned:
+        self._activations = saved = _Activations()
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+        with torch.set_grad_enabled(not self.region.inference), hooks:
             made: Sequence[Any] = self.region.run(*self._static)
         return made
 
     def _run_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         leads = [self._static[i] for i in self.leads]
         outputs = [self._outputs[i] for i in seeds]
-        with self.region.as_in_backwards():
-            torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
-        found = self.region.owner.placed(self._keys, [lead.grad for lead in leads])
-        for lead in leads:
-            lead.grad = None
-        return found
+        self._activations.given_up = self.gives_up
+        try:
+            with self.region.as_in_backwards():
+                torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
+            return self.region.owner.placed(self._keys, [lead.grad for lead in leads])
+        finally:
+            self._activations.given_up = False
+            for lead in leads:
+                lead.grad = None
 
     def _load(self, given: Sequence[Any]) -> None:
         if self._moving:
@@ -229,8 +258,16 @@ class RecordedRegion:
             for o, how in zip(self._outputs, self._hand_out, strict=True)
         )
 
-    def backward_of(self, seeds: dict[int, Tensor]) -> _Backward | None:
-        """The recorded backward of these outputs as it is called now, None where there is none. Hot path."""
+    def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> _Backward | None:
+        """The recorded backward of these outputs as it is called now, None where there is none. Hot path.
+
+        Args:
+            seeds: see `replay_backward`.
+            keeps: whether another backward may come, which reads the same activations.
+        """
+        if keeps and self.gives_up:
+            self.region.keep_activations()
+            return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None
         return self._backwards.get(frozenset(seeds))
@@ -246,8 +283,10 @@ class RecordedRegion:
         """
         if backward is None:
             return self._another_backward(seeds)
-        copy_all(list(backward.seeds.values()), [seeds[i] for i in backward.seeds])
-        backward.graph.replay()
+        if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
+            copy_all(list(backward.seeds.values()), [seeds[i] for i in backward.seeds])
+            backward.graph.replay()
+            self._backed = self.generation
         present = [g for g in backward.gradients if g is not None]
         if list(map(Tensor.data_ptr, present)) != backward.addresses:
             for gradient, home in zip(present, backward.homes, strict=True):
@@ -316,6 +355,7 @@ class RecordedRegion:
 
     def replayed(self, given: Sequence[Any], asked: frozenset[int]) -> tuple[list[Any], list[Tensor | None]]:
         """As `run_plainly`, from the graphs. What the region has written of the caller's stays as it was."""
+        self.generation += 1
         self._load(given)
         self._forward.replay()
         outputs = [o.detach().clone() if isinstance(o, Tensor) else o for o in self._outputs]

@@ -27,6 +27,7 @@ from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plain
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
+from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.breaks import end_of
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 from pygraph_train.torch_private.memory import copy_all, tensor_version
@@ -156,10 +157,8 @@ class PhaseRegions:
         for k, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if parameter is None or gradient is None:
                 continue
-            known = self._gradients.get(parameter)
-            if known is None or _looks(known) != _looks(gradient):
-                self._gradients[parameter] = gradient
-            else:
+            known = self._gradients[parameter]
+            if _looks(known) == _looks(gradient):
                 found[k] = known
                 moved.append((known, gradient))
         if moved:
@@ -168,13 +167,25 @@ class PhaseRegions:
 
     def make_places(self, parameters: Sequence[Tensor]) -> None:
         """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
-        for p in parameters if self.delivers else ():
-            if id(p) not in self._gradients:
-                self._gradients[id(p)] = torch.empty_like(p, requires_grad=False)
+        new = [p for p in parameters if id(p) not in self._gradients] if self.delivers else []
+        if new:
+            self.engine.trim()  # they stay, and would hold the segments of what comes and goes
+        self._gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
 
-    def places(self) -> list[int]:
-        """The ids of the tensors in which gradients are put."""
-        return list(map(id, self._gradients.values()))
+    def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
+        """Behind a capture: make other places for gradients that `placed` has left where they were.
+
+        Returns:
+            Whether there were any, so that all has to be recorded once more.
+        """
+        moved = False
+        for parameter, gradient in zip(parameters, gradients, strict=True) if self.delivers else ():
+            if parameter is not None and gradient is not None and self._gradients[parameter] is not gradient:
+                self._gradients[parameter] = torch.empty_strided(
+                    gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
+                )
+                moved = True
+        return moved
 
     @property
     def hopeless(self) -> bool:
@@ -206,6 +217,7 @@ class PhaseRegion:
         fixed: positions of inputs that stay: parameters and buffers.
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
+        keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
         slots: by what changes from call to call.
@@ -242,6 +254,7 @@ class PhaseRegion:
         self.written = set(self._writes)
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
+        self.keeps = False
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
@@ -277,6 +290,11 @@ class PhaseRegion:
         """Somebody differentiates a backward of it. Graphs whose own backward is still to come live on."""
         self.slots.clear()
         self._stays_plain(Problem("its backward is differentiated itself (create_graph=True)"))
+
+    def keep_activations(self) -> None:
+        """A backward is called with retain_graph=True for the first time: record anew what cannot serve it."""
+        self.keeps = True
+        self.slots.clear()  # those with pending backwards live on
 
     def close(self) -> None:
         """Release its graphs."""
@@ -398,6 +416,7 @@ class PhaseRegion:
                 self._stays_plain(Problem("its backwards are called under several autocasts"))
             self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
+            self.keeps |= backward_keeps_graph()
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
                 self._stays_plain(Problem(_INNER_GRADIENT))
             if torch.is_grad_enabled():

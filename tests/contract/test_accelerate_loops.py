@@ -237,6 +237,62 @@ def test_a_loop_that_asks_for_gradients_itself(ask: Any, begins: int) -> None:
     compare(training, replays=12, updates=8)
 
 
+@pytest.mark.notices("backwards that keep the graph are not noticed")
+@pytest.mark.parametrize("every", [1, 9])
+def test_backwards_that_keep_the_graph_now_and_then(every: int) -> None:
+    """A recorded backward overwrites what its forward has saved, which another backward reads."""
+
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model, optimizer, data, _ = prepared(run, accelerate)
+        for number, (x, y) in enumerate(run.each(data)):
+            loss = cross_entropy(model(x), y)
+            if number % every == every - 1:
+                accelerate.backward(loss, retain_graph=True)
+            accelerate.backward(loss * 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(training, replays=12, updates=8)
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Its backward asks for what it has saved two times, with a computation in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.sin())
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (sine,) = ctx.saved_tensors
+        scaled = gradient * sine
+        del sine
+        scaled = scaled * 1.5 - scaled * 0.5
+        return -scaled + 0 * ctx.saved_tensors[0]
+
+
+@torch.compiler.allow_in_graph
+def reads_twice(x: Tensor) -> Any:
+    return ReadsTwice.apply(x)
+
+
+@same_as_plain(replays=12)
+def test_a_backward_that_reads_twice_what_it_has_saved(run: Run) -> None:
+    class Waves(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(reads_twice(self.first(x)))
+
+    accelerate, model = accelerator(run), Waves()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for x, y in run.each(batches()):
+        accelerate.backward(cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @same_as_plain(replays=12)
 def test_a_backward_outside_of_the_autocast_of_its_forward(run: Run) -> None:
     class Exact(nn.Module):
