@@ -12,7 +12,7 @@ from torch import Tensor
 from pygraph_train.core import node, region
 from pygraph_train.core.node import Delivery
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.recording import RecordedRegion
+from pygraph_train.core.recording import Memory, RecordedRegion
 from pygraph_train.core.region import PhaseRegion
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
@@ -180,6 +180,9 @@ FAULTS: dict[str, Plant] = {
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "pending forwards share a recording": _pending_forwards_share_a_recording,
     "a backward overwrites gradients that were delivered": _a_backward_overwrites_what_was_delivered,
+    "recordings overwrite each other's activations": lambda patch: patch.setattr(
+        Memory, "free", property(lambda self: True)
+    ),
     "backwards that keep the graph are not noticed": _backwards_that_keep_the_graph_are_as_others,
     "gradients of several backwards are not added up": _gradients_are_not_added_up,
     "absent gradients are zero": _absent_gradients_are_zero,

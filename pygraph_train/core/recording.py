@@ -21,7 +21,7 @@ from pygraph_train.verification import Audits
 if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
 
-__all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
+__all__ = ["Memory", "RecordedRegion", "Unrecordable", "run_plainly"]
 
 
 _DRAWN = ("torch", OF_DEVICES)
@@ -81,6 +81,29 @@ class _Backward(NamedTuple):
     addresses: list[int]
 
 
+class Memory:
+    """Memory that recordings share, of which one may be pending at a time: whose backward may come.
+
+    So many shapes of a batch need no more than the largest one.
+
+    Attributes:
+        pool: of the engine, None before a recording, and after one that failed.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self._token: weakref.ref[Any] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether no recording is pending."""
+        return self._token is None or self._token() is None
+
+    def hold(self, token: Any) -> None:
+        """A recording is pending while this token lives."""
+        self._token = weakref.ref(token)
+
+
 class RecordedRegion:
     """A forward and a backward at fixed addresses.
 
@@ -107,7 +130,7 @@ class RecordedRegion:
         self.generation = 0
         self._autocast = autocast_now(region.device)
         self.region, self._engine = region, region.owner.engine
-        self._token: weakref.ref[Any] | None = None
+        self._memory = region.owner.free_memory()
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
         self._static = [self._static_of(t, i in region.fixed) for i, t in enumerate(given)]
@@ -139,7 +162,7 @@ class RecordedRegion:
         return static.requires_grad_(value.requires_grad)
 
     def _record(self, given: Sequence[Any]) -> None:
-        """Record both, in a pool of their own, in which the backward gives activations up where it can.
+        """Record both, so that the backward gives activations up where it can.
 
         Gradients of parameters are copied to memory of their own: they outlive the next forward where a loop adds them
         up, and other recordings put them there, too.
@@ -157,7 +180,7 @@ class RecordedRegion:
             self._close_graphs()
             self._record_both()
             if self._misplaced():
-                raise Unrecordable("gradients of a parameter have several layouts")
+                raise Unrecordable("its replay computes something else: gradients have other strides")
 
     def _misplaced(self) -> bool:
         move = self.region.owner.move_places
@@ -165,11 +188,13 @@ class RecordedRegion:
 
     def _record_both(self) -> None:
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
-        with self._engine.scratch_pool():
+        known, self._memory.pool = self._memory.pool, None
+        with self._engine.scratch_pool(known) as pool:
             self._record_forward()
             for outputs in asked:
                 if outputs.issubset(self.differ):
                     self._backwards[outputs] = self._record_backward(outputs)
+        self._memory.pool = pool
 
     def _record_forward(self) -> None:
         engine = self._engine
@@ -247,7 +272,7 @@ class RecordedRegion:
             token: lives as long as a backward may come.
         """
         self.generation += 1
-        self._token = weakref.ref(token)
+        self._memory.hold(token)
         self._load(given)
         executes(REPLAY)
         self._forward.replay()
@@ -331,8 +356,8 @@ class RecordedRegion:
 
     @property
     def free(self) -> bool:
-        """Whether no backward can come any more."""
-        return self._token is None or self._token() is None
+        """Whether no backward can come any more of what was recorded in the same memory."""
+        return self._memory.free
 
     def close(self) -> None:
         """Release its graphs."""

@@ -23,14 +23,15 @@ from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
-from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.core.recording import Memory, RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.breaks import end_of
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
-from pygraph_train.torch_private.memory import copy_all, tensor_version
+from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
@@ -114,6 +115,7 @@ class PhaseRegions:
         self.hooked = False
         self.regions: list[PhaseRegion] = []
         self._gradients: dict[int, Tensor] = {}
+        self._memories: list[Memory] = []
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -168,9 +170,12 @@ class PhaseRegions:
     def make_places(self, parameters: Sequence[Tensor]) -> None:
         """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
         new = [p for p in parameters if id(p) not in self._gradients] if self.delivers else []
-        if new:
-            self.engine.trim()  # they stay, and would hold the segments of what comes and goes
-        self._gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
+        if not new:
+            return
+        lie = [p.grad for p in new if p.is_leaf and type(p.grad) is Tensor and is_alone(p.grad)]
+        move_together(lie, self.engine)  # out of the memory of the steps without a graph
+        with self.engine.lasting_memory():
+            self._gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
         """Behind a capture: make other places for gradients that `placed` has left where they were.
@@ -181,11 +186,17 @@ class PhaseRegions:
         moved = False
         for parameter, gradient in zip(parameters, gradients, strict=True) if self.delivers else ():
             if parameter is not None and gradient is not None and self._gradients[parameter] is not gradient:
-                self._gradients[parameter] = torch.empty_strided(
-                    gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
-                )
+                with self.engine.lasting_memory():
+                    self._gradients[parameter] = torch.empty_like(gradient)
                 moved = True
         return moved
+
+    def free_memory(self) -> Memory:
+        """Memory for a recording, in which none is pending."""
+        found = next((memory for memory in self._memories if memory.free), None)
+        if found is None:
+            self._memories.append(found := Memory())
+        return found
 
     @property
     def hopeless(self) -> bool:
@@ -202,6 +213,7 @@ class PhaseRegions:
         self.closed = True
         for region in self.regions:
             region.close()
+        self._memories.clear()
 
 
 class PhaseRegion:

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ __all__ = ["CudaEngine", "CudaGraph"]
 
 T = TypeVar("T")
 
-_abandoned: list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool]] = []
+_abandoned: list[tuple[torch.cuda.CUDAGraph, _Pool]] = []
 
 _one_capture = OneCapture()  # CUDA allows one capture at a time in the caching allocator
 
@@ -55,6 +55,21 @@ _shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueD
 _garbage = Garbage()
 
 
+class _Pool:
+    """Memory of captures. The object keeps it while no graph uses it, with the gradients that live there.
+
+    Attributes:
+        id: of torch's pool.
+        anchor: a small graph that stays in it, once there is one: torch's host allocator refuses a pool again that no
+            graph uses any more (2.11: "use_count > 0").
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.MemPool()
+        self.id: tuple[int, int] = self._pool.id
+        self.anchor: CudaGraph | None = None
+
+
 class CudaEngine:
     """Captures on the side stream of `device` into one private pool shared by all graphs of this engine.
 
@@ -63,7 +78,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    _pool: torch.cuda.MemPool | None = None
+    _pool: _Pool | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(
@@ -71,11 +86,7 @@ class CudaEngine:
         )
         self._shared: _Shared | None = _shared.get(self.device) or _Shared(self.device)
         _shared[self.device] = self._shared
-        # the object keeps the pool alive while no graph uses it, with the gradients that live there
-        self._pool = torch.cuda.MemPool()
-        # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
-        # one small graph stays in each
-        self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool = _Pool()
 
     @property
     def rewrites_numbers(self) -> bool:
@@ -87,15 +98,13 @@ class CudaEngine:
         return True
 
     @contextmanager
-    def scratch_pool(self) -> Iterator[None]:
+    def scratch_pool(self, pool: Any = None) -> Iterator[_Pool]:
         """See `graphs.engine.Engine.scratch_pool`."""
-        usual, self._pool = self._pool, torch.cuda.MemPool()
-        scratch = self._pool
+        usual, self._pool = self._pool, pool or _Pool()
         try:
-            yield
+            yield self._pool
         finally:
             self._pool = usual
-            self._let_go(scratch)
 
     @contextmanager
     def lasting_memory(self) -> Iterator[None]:
@@ -169,23 +178,17 @@ class CudaEngine:
             if collecting:
                 gc.enable()
 
-    def _let_go(self, pool: torch.cuda.MemPool) -> None:
-        anchor = self._anchors.pop(pool.id, None)
-        if anchor is not None:
-            finish_replays()
-            anchor.reset()
-
-    def _anchor(self, pool: torch.cuda.MemPool) -> None:
-        if pool.id in self._anchors:
+    def _anchor(self, pool: _Pool) -> None:
+        if pool.anchor is not None:
             return
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self._stream):
             begin_capture(graph, pool.id)
             try:
                 torch.zeros(1, device=self.device)
             finally:  # there may be no memory left for it
                 graph.capture_end()
-        self._anchors[pool.id] = graph
+        pool.anchor = CudaGraph(graph, instantiate=False)
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, *, under_way: bool) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""
@@ -198,7 +201,7 @@ class CudaEngine:
         assert self._pool is not None
         abandon_pool(self.device.index, self._pool.id)
         _abandoned.append((graph, self._pool))
-        self._pool = torch.cuda.MemPool()
+        self._pool = _Pool()
         self._in_common().stream = torch.cuda.Stream(self.device)  # the invalidated one may keep the error
         # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a
         # capture that succeeds takes the mark off and does not touch the random state.
@@ -232,9 +235,8 @@ class CudaEngine:
         if self._pool is None:
             return
         finish_replays()
-        for graph in self._anchors.values():
-            graph.reset()
-        self._anchors.clear()
+        if self._pool.anchor is not None:
+            self._pool.anchor.close()
         if not _one_capture.anywhere:  # those of captures lie in the pool, and would keep its segments
             clear_cublas_workspaces()
         self._pool = self._shared = None

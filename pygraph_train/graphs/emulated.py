@@ -83,11 +83,11 @@ class EmulatedEngine:
         self._memory = EmulatedPool()
 
     @contextmanager
-    def scratch_pool(self) -> Iterator[None]:
+    def scratch_pool(self, pool: Any = None) -> Iterator[EmulatedPool]:
         """See `Engine.scratch_pool`."""
-        usual, self._memory = self._memory, EmulatedPool()
+        usual, self._memory = self._memory, pool or EmulatedPool()
         try:
-            yield
+            yield self._memory
         finally:
             self._memory = usual
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -145,8 +145,13 @@ class Engine(Protocol):
     def rewrites_numbers(self) -> bool:
         """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
 
-    def scratch_pool(self) -> AbstractContextManager[None]:
-        """Context in which captures allocate from a pool that is gone once their graphs are closed."""
+    def scratch_pool(self, pool: Any = None) -> AbstractContextManager[Any]:
+        """Context in which captures allocate from a pool that is gone once it and their graphs are.
+
+        Args:
+            pool: what such a context has given. A capture may use the memory of what earlier ones have let go of, so
+                their replays overwrite each other. It is of no use after a capture that failed.
+        """
 
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Context for allocating tensors that stay: they share no segment with what comes and goes."""

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
 from pygraph_train.boundary import surely
+from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
-from pygraph_train.optimizers.compact import move_together
 from pygraph_train.optimizers.kernels import (
     CAPTURABLE,
     FUSED,

@@ -256,6 +256,26 @@ def test_backwards_that_keep_the_graph_now_and_then(every: int) -> None:
     compare(training, replays=12, updates=8)
 
 
+@pytest.mark.notices("recordings overwrite each other's activations")
+@same_as_plain(replays=24)
+def test_two_models_whose_forwards_are_pending_together_now_and_then(run: Run) -> None:
+    """Recordings that are not pending together share memory."""
+    accelerate = accelerator(run)
+    one, of_one, data, _ = prepared(run, accelerate, steps=32)
+    other, of_other, _, _ = prepared(run, accelerate, steps=32)
+    for number, (x, y) in enumerate(run.each(data)):
+        if number % 3 == 0 or number > 24:
+            together = cross_entropy(one(x), y), cross_entropy(other(x), y)
+            for loss in together:
+                accelerate.backward(loss)
+        else:
+            for model in (one, other):
+                accelerate.backward(cross_entropy(model(x), y))
+        for optimizer in (of_one, of_other):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class ReadsTwice(torch.autograd.Function):
     """Its backward asks for what it has saved two times, with a computation in between."""
 
