@@ -39,8 +39,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         found = self.first(F.silu(self.norm(x))) + self.time(time)[:, :, None, None]
-        result: Tensor = self.second(F.silu(found)) + self.skip(x)
-        return result
+        return self.second(F.silu(found)) + self.skip(x)
 
 
 class _UNet(nn.Module):
@@ -65,8 +64,7 @@ class _UNet(nn.Module):
         found = found + self.attention(flat, flat, flat, need_weights=False)[0].transpose(1, 2).view_as(found)
         for block in self.up:
             found = block(torch.cat([F.interpolate(found, scale_factor=2.0), kept.pop()], 1), time)
-        result: Tensor = self.end(found)
-        return result
+        return self.end(found)
 
 
 @entry(ENTRIES, "generative", "diffusion U-Net", compiled=True)
@@ -117,8 +115,7 @@ def _diffusion_transformer(size: Size) -> Parts:
             a, b, c, d, e, f = self.modulation(F.silu(time))[:, None].chunk(6, -1)
             found = self.norms[0](x) * (1 + a) + b
             x = x + c * self.attention(found, found, found, need_weights=False)[0]
-            result: Tensor = x + d * self.inner(self.norms[1](x) * (1 + e) + f)
-            return result
+            return x + d * self.inner(self.norms[1](x) * (1 + e) + f)
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
@@ -131,8 +128,7 @@ def _diffusion_transformer(size: Size) -> Parts:
             found, time = self.patches(x).flatten(2).transpose(1, 2), _times(steps, size.width)
             for layer in self.layers:
                 found = layer(found, time)
-            result: Tensor = F.fold(self.head(found).transpose(1, 2), x.shape[-2:], 4, stride=4)
-            return result
+            return F.fold(self.head(found).transpose(1, 2), x.shape[-2:], 4, stride=4)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         x, noise = batch["x"], torch.randn_like(batch["x"])

@@ -137,8 +137,7 @@ def _dlrm(size: Size) -> Parts:
             rows = torch.stack([found, *(t(s) for t, s in zip(self.tables, sparse, strict=True))], 1)
             pairs = rows @ rows.transpose(1, 2)
             i, j = torch.tril_indices(7, 7, offset=-1)
-            result: Tensor = self.top(torch.cat([found, pairs[:, i, j]], 1))
-            return result
+            return self.top(torch.cat([found, pairs[:, i, j]], 1))
 
     def make_batch() -> Batch:
         count = 32 * size.batch

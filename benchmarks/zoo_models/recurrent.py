@@ -34,8 +34,7 @@ class _Recurrent(nn.Module):
         self.head = nn.Linear((1 + both) * size.width, size.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.rnn(self.embedding(x))[0])
-        return result
+        return self.head(self.rnn(self.embedding(x))[0])
 
 
 @entry(ENTRIES, "recurrent", "LSTM", compiled=True)
@@ -60,8 +59,7 @@ def _packed(size: Size) -> Parts:
             lengths = torch.arange(size.length - size.batch + 1, size.length + 1).flip(0)
             packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True)
             found, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-            result: Tensor = self.head(found)
-            return result
+            return self.head(found)
 
     return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
 
@@ -80,8 +78,7 @@ def _cells(size: Size) -> Parts:
             for token in self.embedding(x).unbind(1):
                 state = self.cell(token, state)
                 found.append(state[0])
-            result: Tensor = self.head(torch.stack(found, 1))
-            return result
+            return self.head(torch.stack(found, 1))
 
     return Parts(Cells().train(), lambda: _tokens(size), _token_loss)
 
@@ -104,8 +101,7 @@ def _translation(size: Size) -> Parts:
                 context = (weights[:, None] @ memory).squeeze(1)
                 state = self.cell(torch.cat([token, context], -1), state)
                 found.append(state)
-            result: Tensor = self.head(torch.stack(found, 1))
-            return result
+            return self.head(torch.stack(found, 1))
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         target = batch["y"][:, : size.length // 4]
@@ -128,8 +124,7 @@ def _transformer(size: Size) -> Parts:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1], device=y.device)
             found = self.core(self.embedding(x), self.embedding(y), tgt_mask=mask, tgt_is_causal=True)
-            result: Tensor = self.head(found)
-            return result
+            return self.head(found)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         y = batch["y"]
@@ -149,8 +144,7 @@ def _speech(size: Size) -> Parts:
 
         def forward(self, x: Tensor) -> Tensor:
             found = F.relu(self.convolution(x)).transpose(1, 2)
-            result: Tensor = self.head(self.rnn(found)[0]).log_softmax(-1)
-            return result
+            return self.head(self.rnn(found)[0]).log_softmax(-1)
 
     def make_batch() -> Batch:
         labels = torch.randint(1, 32, (size.batch, 5))
