@@ -18,18 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import DataLoader
 
 from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
-from benchmarks.lightning_step import CycledBatches, Measurement, TrainedModule
+from benchmarks.lightning_step import Measurement, TrainedModule, callback_of, train
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
-from pygraph_train import PyGraphCallback
 
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 
@@ -39,44 +36,23 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "step_ms": None}
     begin_anew(args.device)
     with told_in(row, args.timeout_s):
-        row.update(_trainer(model, mode, args))
+        row.update(_trained(model, mode, args))
     if args.device == "cuda":
         row["reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20)
     return row
 
 
-def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    rank, ranks, cuda = distributed.get_rank(), distributed.get_world_size(), args.device == "cuda"
-    workload = build(model, args.scale, seed=rank)
-    pygraph = None
-    if mode.startswith("pygraph"):
-        pygraph = PyGraphCallback(compile=mode == "pygraph", engine="cuda" if cuda else "emulated")
-    measurement = Measurement(
-        warmup=args.warmup,
-        max_warmup=args.max_warmup,
-        windows=args.windows,
-        steps=args.steps,
-        pygraph=pygraph,
-        busy=False,
-        cuda=cuda,
-    )
+def _trained(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    ranks = distributed.get_world_size()
+    workload = build(model, args.scale, seed=distributed.get_rank())
+    pygraph = callback_of(mode, args.device)
+    measurement = Measurement(args, pygraph, busy=False)
     strategy: Any = DDPStrategy(gradient_as_bucket_view=args.bucket_view)
     if args.strategy == "fsdp":
         strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    trainer = pl.Trainer(
-        accelerator="gpu" if cuda else "cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=args.max_warmup + args.windows * args.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        callbacks=[c for c in (pygraph, measurement) if c is not None],
-    )
     module = (ShardedModule if args.strategy == "fsdp" else TrainedModule)(workload, mode)
-    trainer.fit(module, DataLoader(CycledBatches(workload.batches), batch_size=None))
+    options = {"devices": ranks, "strategy": strategy, "enable_progress_bar": False}
+    train(module, measurement, args, **options)
     found = {**measurement.losses(), **measurement.results()}
     if pygraph is not None:
         found["report"] = pygraph.report().to_dict()

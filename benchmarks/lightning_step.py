@@ -65,7 +65,7 @@ class TrainedModule(pl.LightningModule):
     def __init__(self, workload: Workload, mode: str) -> None:
         super().__init__()
         self.net = workload.module
-        self.loss_function = workload.loss
+        self.batches, self.loss_function = workload.batches, workload.loss
         self.forward_and_loss = self._forward_and_loss
         if mode in COMPILE_OPTIONS:
             self.forward_and_loss = torch.compile(self._forward_and_loss, **COMPILE_OPTIONS[mode])
@@ -86,26 +86,15 @@ class Measurement(pl.Callback):
     """Warm up, time whole windows of steps, optionally profile a few more steps, stop the fit.
 
     Args:
-        warmup, max_warmup: steps before the first window, at least and at most.
+        args: the command line, which has the numbers of steps and windows.
         pygraph: the callback that must have replayed `STEADY_STEPS` steps ago before timing starts.
         busy: profile the GPU's work after the windows.
-        cuda: synchronise at the borders of windows, and read the allocator.
     """
 
-    def __init__(
-        self,
-        *,
-        warmup: int,
-        max_warmup: int,
-        windows: int,
-        steps: int,
-        pygraph: PyGraphCallback | None,
-        busy: bool,
-        cuda: bool,
-    ) -> None:
-        self.warmup, self.max_warmup = warmup, max_warmup
-        self.windows, self.steps = windows, steps
-        self.pygraph, self.busy, self.cuda = pygraph, busy, cuda
+    def __init__(self, args: argparse.Namespace, pygraph: PyGraphCallback | None, *, busy: bool) -> None:
+        self.warmup, self.max_warmup = args.warmup, args.max_warmup
+        self.windows, self.steps = args.windows, args.steps
+        self.pygraph, self.busy, self.cuda = pygraph, busy, args.device == "cuda"
         self.done = 0  # training steps so far
         self.timed_from: int | None = None
         self.steady = True
@@ -227,6 +216,28 @@ def _is_device_work(event: Any) -> bool:
     return kind is None or kind in DEVICE_WORK
 
 
+def callback_of(mode: str, device: str) -> PyGraphCallback | None:
+    """The library's callback, in the modes that have one."""
+    if not mode.startswith("pygraph"):
+        return None
+    return PyGraphCallback(compile=mode == "pygraph", engine="cuda" if device == "cuda" else "emulated")
+
+
+def train(module: TrainedModule, measurement: Measurement, args: argparse.Namespace, **options: Any) -> None:
+    """Fit in a Trainer with these further options, until the measurement ends it."""
+    trainer = pl.Trainer(
+        accelerator="gpu" if measurement.cuda else "cpu",
+        precision="bf16-mixed",
+        max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[c for c in (measurement.pygraph, measurement) if c is not None],
+        **options,
+    )
+    trainer.fit(module, DataLoader(CycledBatches(module.batches), batch_size=None))
+
+
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
@@ -241,31 +252,10 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     with told_in(row, args.timeout_s):
         pl.seed_everything(0, verbose=False)
         workload = build(model, args.scale)
-        if mode.startswith("pygraph"):
-            engine = "cuda" if cuda else "emulated"
-            pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
-        measurement = Measurement(
-            warmup=args.warmup,
-            max_warmup=args.max_warmup,
-            windows=args.windows,
-            steps=args.steps,
-            pygraph=pygraph,
-            busy=cuda and mode in BUSY_MODES,
-            cuda=cuda,
-        )
-        trainer = pl.Trainer(
-            accelerator="gpu" if cuda else "cpu",
-            devices=1,
-            precision="bf16-mixed",
-            max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=args.progress_bar,
-            callbacks=[c for c in (pygraph, measurement) if c is not None],
-        )
-        loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
-        trainer.fit(TrainedModule(workload, mode), loader)
+        pygraph = callback_of(mode, args.device)
+        measurement = Measurement(args, pygraph, busy=cuda and mode in BUSY_MODES)
+        options = {"devices": 1, "enable_progress_bar": args.progress_bar}
+        train(TrainedModule(workload, mode), measurement, args, **options)
         row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
