@@ -15,7 +15,6 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
+from benchmarks.command import NO_CLAIM, begin_anew, new_parser, new_record, settle, told_in
 from benchmarks.lightning_step import Measurement, TrainedModule, callback_of, train
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
@@ -78,7 +77,7 @@ class ShardedModule(TrainedModule):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--models", default="mlp,bert,gpt2,vit_small", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument(
@@ -89,13 +88,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
     parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
     parser.add_argument("--max-warmup", type=int, default=300, help="most steps before timing")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one model in one mode")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
-    settle_device(parser, args)
+    settle(parser, args, models=list(WORKLOADS), modes=MODES)
     return args
 
 

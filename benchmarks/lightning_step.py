@@ -16,7 +16,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,10 +27,10 @@ from benchmarks.command import (
     NO_CLAIM,
     begin_anew,
     measured_rows,
+    new_parser,
     new_record,
-    settle_choices,
+    settle,
     settle_defaults,
-    settle_device,
     told_in,
 )
 from benchmarks.record import DASH, print_table, write_json
@@ -360,21 +359,17 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated (default: all)")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument("--windows", type=int, help="timed windows (default: 5; CPU: 2)")
     parser.add_argument("--steps", type=int, help="steps a window (default: 40; CPU: 5)")
     parser.add_argument("--warmup", type=int, help="least steps before timing (default: 60; CPU: 8)")
     parser.add_argument("--max-warmup", type=int, help="most steps before timing (default: 300; CPU: 60)")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=600, help="limit of one model in one mode; 0: none")
     parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
-    settle_device(parser, args)
+    settle(parser, args, models=list(WORKLOADS), modes=MODES)
     settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
         parser.error("--scale full: a median needs at least 3 windows of at least 40 steps")
