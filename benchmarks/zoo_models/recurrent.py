@@ -37,19 +37,16 @@ class _Recurrent(nn.Module):
         return self.head(self.rnn(self.embedding(x))[0])
 
 
-@entry(ENTRIES, "recurrent", "LSTM", compiled=True)
-def _lstm(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
+def _recurrent(name: str, kind: type[nn.RNNBase], *, both: bool = False, compiled: bool = False) -> None:
+    def build(size: Size) -> Parts:
+        return Parts(_Recurrent(kind, size, both=both).train(), lambda: _tokens(size), _token_loss)
+
+    ENTRIES.append(Entry(name, "recurrent", build, compiled))
 
 
-@entry(ENTRIES, "recurrent", "GRU", compiled=True)
-def _gru(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.GRU, size).train(), lambda: _tokens(size), _token_loss)
-
-
-@entry(ENTRIES, "recurrent", "bidirectional LSTM")
-def _both_ways(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), _token_loss)
+_recurrent("LSTM", nn.LSTM, compiled=True)
+_recurrent("GRU", nn.GRU, compiled=True)
+_recurrent("bidirectional LSTM", nn.LSTM, both=True)
 
 
 @entry(ENTRIES, "recurrent", "LSTM with packed sequences")
