@@ -67,34 +67,37 @@ class _UNet(nn.Module):
         return self.end(found)
 
 
+def _noise_left() -> Tensor:
+    """The share of an image that is left at each step."""
+    return torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+
+
+def _denoising_loss(net: nn.Module, x: Tensor, left_at: Tensor) -> Tensor:
+    steps = torch.randint(0, 1000, (len(x),), device=x.device)
+    noise, left = torch.randn_like(x), left_at.to(x.device)[steps][:, None, None, None]
+    return F.mse_loss(net(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
+
+
 @entry(ENTRIES, "generative", "diffusion U-Net", compiled=True)
 def _diffusion(size: Size) -> Parts:
-    noise_left = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
-
     class Diffusion(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = _UNet(size.width // 4)
-            self.register_buffer("left", noise_left)
+            self.register_buffer("left", _noise_left())
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch["x"]
-        steps = torch.randint(0, 1000, (len(x),), device=x.device)
-        noise, left = torch.randn_like(x), model.left[steps][:, None, None, None]
-        return F.mse_loss(model.net(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
+        return _denoising_loss(model.net, batch["x"], model.left)
 
     return Parts(Diffusion().train(), lambda: _images(size), loss_of)
 
 
 @entry(ENTRIES, "generative", "diffusion, schedule on the CPU")
 def _schedule_on_host(size: Size) -> Parts:
-    left_of = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+    left_at = _noise_left()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch["x"]
-        steps = torch.randint(0, 1000, (len(x),), device=x.device)
-        noise, left = torch.randn_like(x), left_of.to(x.device)[steps][:, None, None, None]
-        return F.mse_loss(model(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
+        return _denoising_loss(model, batch["x"], left_at)
 
     return Parts(_UNet(size.width // 4).train(), lambda: _images(size), loss_of)
 
