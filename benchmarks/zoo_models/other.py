@@ -57,6 +57,10 @@ def _moco(size: Size) -> Parts:
     return Parts(Learner().train(), lambda: _views(size), loss_of)
 
 
+def _classes(size: Size) -> Batch:
+    return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
+
+
 @entry(ENTRIES, "contrastive and metric", "hardest triplets of a batch", compiled=True)
 def _triplets(size: Size) -> Parts:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -67,10 +71,7 @@ def _triplets(size: Size) -> Parts:
         negative = distances.masked_fill(same, 10.0).min(1).values
         return F.relu(positive - negative + 0.2).mean()
 
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
-
-    return Parts(layers(128, size, 64).train(), make_batch, loss_of)
+    return Parts(layers(128, size, 64).train(), lambda: _classes(size), loss_of)
 
 
 @entry(ENTRIES, "contrastive and metric", "triplets picked with nonzero")
@@ -82,10 +83,7 @@ def _picked(size: Size) -> Parts:
         distances = torch.cdist(found, found)
         return F.relu(distances[a, p] - distances.mean() + 0.2).mean()
 
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
-
-    return Parts(layers(128, size, 64).train(), make_batch, loss_of)
+    return Parts(layers(128, size, 64).train(), lambda: _classes(size), loss_of)
 
 
 class _Experts(nn.Module):
