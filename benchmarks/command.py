@@ -9,6 +9,7 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ __all__ = [
     "StepTimeout",
     "begin_anew",
     "measured_rows",
+    "new_parser",
     "new_record",
-    "settle_choices",
+    "settle",
     "settle_defaults",
-    "settle_device",
     "time_limit",
     "told_in",
 ]
@@ -36,21 +37,29 @@ NO_CLAIM = (
 Row = dict[str, Any]
 
 
-def settle_choices(parser: argparse.ArgumentParser, args: argparse.Namespace, **known: Sequence[str]) -> None:
-    """Make lists of comma-separated options; each item has to be among the known ones of its option."""
+def new_parser(about: str | None) -> argparse.ArgumentParser:
+    """A command line with the options that scripts share. `about` is the script's docstring."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
+    return parser
+
+
+def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, **known: Sequence[str]) -> None:
+    """Make "cuda" or "cpu" of --device auto, and lists of the comma-separated options whose items are `known`.
+
+    The full scale needs a GPU, and each item has to be among the known ones of its option.
+    """
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cpu" and args.scale == "full":
+        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
     for name, names in known.items():
         chosen = getattr(args, name).split(",")
         if unknown := [c for c in chosen if c not in names]:
             parser.error(f"--{name}: unknown {', '.join(unknown)}; choose from {', '.join(names)}")
         setattr(args, name, chosen)
-
-
-def settle_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Make "cuda" or "cpu" of --device auto; the full scale needs a GPU."""
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and args.scale == "full":
-        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
 
 
 def settle_defaults(args: argparse.Namespace, **defaults: tuple[Any, Any]) -> None:

@@ -15,21 +15,17 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import DataLoader
 
-from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
-from benchmarks.lightning_step import CycledBatches, Measurement, TrainedModule
+from benchmarks.command import NO_CLAIM, begin_anew, new_parser, new_record, settle, told_in
+from benchmarks.lightning_step import Measurement, TrainedModule, callback_of, train
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
-from pygraph_train import PyGraphCallback
 
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 
@@ -39,44 +35,23 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "step_ms": None}
     begin_anew(args.device)
     with told_in(row, args.timeout_s):
-        row.update(_trainer(model, mode, args))
+        row.update(_trained(model, mode, args))
     if args.device == "cuda":
         row["reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20)
     return row
 
 
-def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    rank, ranks, cuda = distributed.get_rank(), distributed.get_world_size(), args.device == "cuda"
-    workload = build(model, args.scale, seed=rank)
-    pygraph = None
-    if mode.startswith("pygraph"):
-        pygraph = PyGraphCallback(compile=mode == "pygraph", engine="cuda" if cuda else "emulated")
-    measurement = Measurement(
-        warmup=args.warmup,
-        max_warmup=args.max_warmup,
-        windows=args.windows,
-        steps=args.steps,
-        pygraph=pygraph,
-        busy=False,
-        cuda=cuda,
-    )
+def _trained(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    ranks = distributed.get_world_size()
+    workload = build(model, args.scale, seed=distributed.get_rank())
+    pygraph = callback_of(mode, args.device)
+    measurement = Measurement(args, pygraph, busy=False)
     strategy: Any = DDPStrategy(gradient_as_bucket_view=args.bucket_view)
     if args.strategy == "fsdp":
         strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    trainer = pl.Trainer(
-        accelerator="gpu" if cuda else "cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=args.max_warmup + args.windows * args.steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        callbacks=[c for c in (pygraph, measurement) if c is not None],
-    )
     module = (ShardedModule if args.strategy == "fsdp" else TrainedModule)(workload, mode)
-    trainer.fit(module, DataLoader(CycledBatches(workload.batches), batch_size=None))
+    options = {"devices": ranks, "strategy": strategy, "enable_progress_bar": False}
+    train(module, measurement, args, **options)
     found = {**measurement.losses(), **measurement.results()}
     if pygraph is not None:
         found["report"] = pygraph.report().to_dict()
@@ -102,7 +77,7 @@ class ShardedModule(TrainedModule):
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--models", default="mlp,bert,gpt2,vit_small", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument(
@@ -113,13 +88,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
     parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
     parser.add_argument("--max-warmup", type=int, default=300, help="most steps before timing")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one model in one mode")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
-    settle_device(parser, args)
+    settle(parser, args, models=list(WORKLOADS), modes=MODES)
     return args
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.command import new_record, settle_device, told_in
+from benchmarks.command import new_record, told_in
 from benchmarks.record import print_table, write_json
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.retarget import indirect
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.device, args.scale = "cuda", "full"
-    settle_device(parser, args)
     record = new_record("inputs", args)
     rows = record["rows"] = []
     for size in SIZES:

@@ -16,7 +16,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,10 +27,10 @@ from benchmarks.command import (
     NO_CLAIM,
     begin_anew,
     measured_rows,
+    new_parser,
     new_record,
-    settle_choices,
+    settle,
     settle_defaults,
-    settle_device,
     told_in,
 )
 from benchmarks.record import DASH, print_table, write_json
@@ -65,7 +64,7 @@ class TrainedModule(pl.LightningModule):
     def __init__(self, workload: Workload, mode: str) -> None:
         super().__init__()
         self.net = workload.module
-        self.loss_function = workload.loss
+        self.batches, self.loss_function = workload.batches, workload.loss
         self.forward_and_loss = self._forward_and_loss
         if mode in COMPILE_OPTIONS:
             self.forward_and_loss = torch.compile(self._forward_and_loss, **COMPILE_OPTIONS[mode])
@@ -86,26 +85,15 @@ class Measurement(pl.Callback):
     """Warm up, time whole windows of steps, optionally profile a few more steps, stop the fit.
 
     Args:
-        warmup, max_warmup: steps before the first window, at least and at most.
+        args: the command line, which has the numbers of steps and windows.
         pygraph: the callback that must have replayed `STEADY_STEPS` steps ago before timing starts.
         busy: profile the GPU's work after the windows.
-        cuda: synchronise at the borders of windows, and read the allocator.
     """
 
-    def __init__(
-        self,
-        *,
-        warmup: int,
-        max_warmup: int,
-        windows: int,
-        steps: int,
-        pygraph: PyGraphCallback | None,
-        busy: bool,
-        cuda: bool,
-    ) -> None:
-        self.warmup, self.max_warmup = warmup, max_warmup
-        self.windows, self.steps = windows, steps
-        self.pygraph, self.busy, self.cuda = pygraph, busy, cuda
+    def __init__(self, args: argparse.Namespace, pygraph: PyGraphCallback | None, *, busy: bool) -> None:
+        self.warmup, self.max_warmup = args.warmup, args.max_warmup
+        self.windows, self.steps = args.windows, args.steps
+        self.pygraph, self.busy, self.cuda = pygraph, busy, args.device == "cuda"
         self.done = 0  # training steps so far
         self.timed_from: int | None = None
         self.steady = True
@@ -227,6 +215,28 @@ def _is_device_work(event: Any) -> bool:
     return kind is None or kind in DEVICE_WORK
 
 
+def callback_of(mode: str, device: str) -> PyGraphCallback | None:
+    """The library's callback, in the modes that have one."""
+    if not mode.startswith("pygraph"):
+        return None
+    return PyGraphCallback(compile=mode == "pygraph", engine="cuda" if device == "cuda" else "emulated")
+
+
+def train(module: TrainedModule, measurement: Measurement, args: argparse.Namespace, **options: Any) -> None:
+    """Fit in a Trainer with these further options, until the measurement ends it."""
+    trainer = pl.Trainer(
+        accelerator="gpu" if measurement.cuda else "cpu",
+        precision="bf16-mixed",
+        max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[c for c in (measurement.pygraph, measurement) if c is not None],
+        **options,
+    )
+    trainer.fit(module, DataLoader(CycledBatches(module.batches), batch_size=None))
+
+
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
@@ -241,31 +251,10 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     with told_in(row, args.timeout_s):
         pl.seed_everything(0, verbose=False)
         workload = build(model, args.scale)
-        if mode.startswith("pygraph"):
-            engine = "cuda" if cuda else "emulated"
-            pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
-        measurement = Measurement(
-            warmup=args.warmup,
-            max_warmup=args.max_warmup,
-            windows=args.windows,
-            steps=args.steps,
-            pygraph=pygraph,
-            busy=cuda and mode in BUSY_MODES,
-            cuda=cuda,
-        )
-        trainer = pl.Trainer(
-            accelerator="gpu" if cuda else "cpu",
-            devices=1,
-            precision="bf16-mixed",
-            max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=args.progress_bar,
-            callbacks=[c for c in (pygraph, measurement) if c is not None],
-        )
-        loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
-        trainer.fit(TrainedModule(workload, mode), loader)
+        pygraph = callback_of(mode, args.device)
+        measurement = Measurement(args, pygraph, busy=cuda and mode in BUSY_MODES)
+        options = {"devices": 1, "enable_progress_bar": args.progress_bar}
+        train(TrainedModule(workload, mode), measurement, args, **options)
         row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
@@ -370,21 +359,17 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated (default: all)")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument("--windows", type=int, help="timed windows (default: 5; CPU: 2)")
     parser.add_argument("--steps", type=int, help="steps a window (default: 40; CPU: 5)")
     parser.add_argument("--warmup", type=int, help="least steps before timing (default: 60; CPU: 8)")
     parser.add_argument("--max-warmup", type=int, help="most steps before timing (default: 300; CPU: 60)")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=600, help="limit of one model in one mode; 0: none")
     parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
-    settle_device(parser, args)
+    settle(parser, args, models=list(WORKLOADS), modes=MODES)
     settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
         parser.error("--scale full: a median needs at least 3 windows of at least 40 steps")

@@ -14,12 +14,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
+from benchmarks.command import NO_CLAIM, begin_anew, new_parser, new_record, settle, told_in
 from benchmarks.record import print_table, write_json
 from benchmarks.workloads import Training, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
@@ -33,19 +32,12 @@ BURST = 4
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument("--scale", default=None, choices=("full", "tiny"))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each timed loop")
     parser.add_argument("--timeout", type=int, default=90, help="seconds for each model")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    args.scale = args.scale or ("full" if torch.cuda.is_available() else "tiny")
-    settle_choices(parser, args, models=MODELS)
-    settle_device(parser, args)
+    settle(parser, args, models=MODELS)
     record = new_record("phases", args)
     rows = record["rows"] = []
     for model in args.models:

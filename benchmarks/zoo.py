@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import Job, run_jobs
-from benchmarks.command import NO_CLAIM, new_record, settle_defaults, settle_device
+from benchmarks.command import NO_CLAIM, new_parser, new_record, settle, settle_defaults
 from benchmarks.entry_child import AGAIN, be_child
 from benchmarks.record import print_table, write_json
 from benchmarks.zoo_models import ENTRIES
@@ -39,7 +39,7 @@ SETS = {
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--names", help="entries, separated by semicolons (default: all)")
     parser.add_argument(
         "--families", default="", help="a part of the names of families: transformers, timm, ..."
@@ -53,15 +53,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settle-s", type=float, default=20, help="at most, until plans are chosen")
     parser.add_argument("--windows", type=int, help="of each mode (default: 7; CPU: 2)")
     parser.add_argument("--window-s", type=float, help="seconds a window (default: 0.05; CPU: 0)")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each entry")
     parser.add_argument("--resume", action="store_true", help="keep the finished rows of the --json file")
     parser.add_argument("--logs", type=Path, help="folder of what the processes print")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(least=None, most=None)  # steps until plans are chosen
     args = parser.parse_args(argv)
-    settle_device(parser, args)
+    settle(parser, args)
     settle_defaults(args, processes=(12, 1), windows=(7, 2), window_s=(0.05, 0.0))
     settle_defaults(args, least=(40, 15), most=(1500, 30))
     if args.names is None:

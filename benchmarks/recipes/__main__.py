@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from benchmarks.children import row_of_process
-from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_defaults, settle_device
+from benchmarks.command import NO_CLAIM, new_parser, new_record, settle, settle_defaults
 from benchmarks.recipes import RECIPES
 from benchmarks.recipes.run import Run
 from benchmarks.record import DASH, print_table, write_json
@@ -34,19 +34,15 @@ WAYS = ("plain", "compile", "ours")
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--recipes", default=",".join(RECIPES), help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)} (default: all)")
     parser.add_argument("--steps", type=int, help="of a run (default: 300; CPU: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="of each recipe and way")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for each run; 0: none")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    settle_device(parser, args)
-    settle_choices(parser, args, recipes=tuple(RECIPES), ways=WAYS)
+    settle(parser, args, recipes=tuple(RECIPES), ways=WAYS)
     settle_defaults(args, steps=(300, 24))
     return args
 

@@ -39,8 +39,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         found = self.first(F.silu(self.norm(x))) + self.time(time)[:, :, None, None]
-        result: Tensor = self.second(F.silu(found)) + self.skip(x)
-        return result
+        return self.second(F.silu(found)) + self.skip(x)
 
 
 class _UNet(nn.Module):
@@ -65,38 +64,40 @@ class _UNet(nn.Module):
         found = found + self.attention(flat, flat, flat, need_weights=False)[0].transpose(1, 2).view_as(found)
         for block in self.up:
             found = block(torch.cat([F.interpolate(found, scale_factor=2.0), kept.pop()], 1), time)
-        result: Tensor = self.end(found)
-        return result
+        return self.end(found)
+
+
+def _noise_left() -> Tensor:
+    """The share of an image that is left at each step."""
+    return torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+
+
+def _denoising_loss(net: nn.Module, x: Tensor, left_at: Tensor) -> Tensor:
+    steps = torch.randint(0, 1000, (len(x),), device=x.device)
+    noise, left = torch.randn_like(x), left_at.to(x.device)[steps][:, None, None, None]
+    return F.mse_loss(net(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
 
 
 @entry(ENTRIES, "generative", "diffusion U-Net", compiled=True)
 def _diffusion(size: Size) -> Parts:
-    noise_left = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
-
     class Diffusion(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = _UNet(size.width // 4)
-            self.register_buffer("left", noise_left)
+            self.register_buffer("left", _noise_left())
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch["x"]
-        steps = torch.randint(0, 1000, (len(x),), device=x.device)
-        noise, left = torch.randn_like(x), model.left[steps][:, None, None, None]
-        return F.mse_loss(model.net(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
+        return _denoising_loss(model.net, batch["x"], model.left)
 
     return Parts(Diffusion().train(), lambda: _images(size), loss_of)
 
 
 @entry(ENTRIES, "generative", "diffusion, schedule on the CPU")
 def _schedule_on_host(size: Size) -> Parts:
-    left_of = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+    left_at = _noise_left()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch["x"]
-        steps = torch.randint(0, 1000, (len(x),), device=x.device)
-        noise, left = torch.randn_like(x), left_of.to(x.device)[steps][:, None, None, None]
-        return F.mse_loss(model(left.sqrt() * x + (1 - left).sqrt() * noise, steps), noise)
+        return _denoising_loss(model, batch["x"], left_at)
 
     return Parts(_UNet(size.width // 4).train(), lambda: _images(size), loss_of)
 
@@ -117,8 +118,7 @@ def _diffusion_transformer(size: Size) -> Parts:
             a, b, c, d, e, f = self.modulation(F.silu(time))[:, None].chunk(6, -1)
             found = self.norms[0](x) * (1 + a) + b
             x = x + c * self.attention(found, found, found, need_weights=False)[0]
-            result: Tensor = x + d * self.inner(self.norms[1](x) * (1 + e) + f)
-            return result
+            return x + d * self.inner(self.norms[1](x) * (1 + e) + f)
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
@@ -131,8 +131,7 @@ def _diffusion_transformer(size: Size) -> Parts:
             found, time = self.patches(x).flatten(2).transpose(1, 2), _times(steps, size.width)
             for layer in self.layers:
                 found = layer(found, time)
-            result: Tensor = F.fold(self.head(found).transpose(1, 2), x.shape[-2:], 4, stride=4)
-            return result
+            return F.fold(self.head(found).transpose(1, 2), x.shape[-2:], 4, stride=4)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         x, noise = batch["x"], torch.randn_like(batch["x"])

@@ -39,8 +39,7 @@ class _Layers(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = F.relu(layer(x, edge_index))
-        result: Tensor = self.layers[-1](x, edge_index)
-        return result
+        return self.layers[-1](x, edge_index)
 
 
 def _node_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -96,8 +95,7 @@ def _pooled(size: Size) -> Parts:
         def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
             for layer in self.layers:
                 x = layer(x, edge_index)
-            result: Tensor = self.head(geometric.global_add_pool(x, batch, size=graphs))
-            return result
+            return self.head(geometric.global_add_pool(x, batch, size=graphs))
 
     def make_batch() -> Batch:
         batch = _graph(size)
@@ -123,8 +121,7 @@ def _messages(size: Size) -> Parts:
             source, target = edge_index
             messages = self.others(torch.cat([x[source], x[target]], 1))
             found = torch.zeros(len(x), messages.shape[1], device=x.device, dtype=messages.dtype)
-            result: Tensor = self.own(x) + found.index_add(0, target, messages)
-            return result
+            return self.own(x) + found.index_add(0, target, messages)
 
     layers: list[nn.Module] = [Layer(a, b) for a, b in _widths(size)]
     return Parts(_Layers(layers).train(), lambda: _graph(size), _node_loss)

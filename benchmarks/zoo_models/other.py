@@ -57,6 +57,10 @@ def _moco(size: Size) -> Parts:
     return Parts(Learner().train(), lambda: _views(size), loss_of)
 
 
+def _classes(size: Size) -> Batch:
+    return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
+
+
 @entry(ENTRIES, "contrastive and metric", "hardest triplets of a batch", compiled=True)
 def _triplets(size: Size) -> Parts:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -67,10 +71,7 @@ def _triplets(size: Size) -> Parts:
         negative = distances.masked_fill(same, 10.0).min(1).values
         return F.relu(positive - negative + 0.2).mean()
 
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
-
-    return Parts(layers(128, size, 64).train(), make_batch, loss_of)
+    return Parts(layers(128, size, 64).train(), lambda: _classes(size), loss_of)
 
 
 @entry(ENTRIES, "contrastive and metric", "triplets picked with nonzero")
@@ -82,10 +83,7 @@ def _picked(size: Size) -> Parts:
         distances = torch.cdist(found, found)
         return F.relu(distances[a, p] - distances.mean() + 0.2).mean()
 
-    def make_batch() -> Batch:
-        return {"x": torch.randn(8 * size.batch, 128), "y": torch.arange(8 * size.batch) % 4}
-
-    return Parts(layers(128, size, 64).train(), make_batch, loss_of)
+    return Parts(layers(128, size, 64).train(), lambda: _classes(size), loss_of)
 
 
 class _Experts(nn.Module):
@@ -137,8 +135,7 @@ def _dlrm(size: Size) -> Parts:
             rows = torch.stack([found, *(t(s) for t, s in zip(self.tables, sparse, strict=True))], 1)
             pairs = rows @ rows.transpose(1, 2)
             i, j = torch.tril_indices(7, 7, offset=-1)
-            result: Tensor = self.top(torch.cat([found, pairs[:, i, j]], 1))
-            return result
+            return self.top(torch.cat([found, pairs[:, i, j]], 1))
 
     def make_batch() -> Batch:
         count = 32 * size.batch

@@ -91,8 +91,7 @@ def _molecules(size: Size) -> Parts:
             found = self.embedding(kinds)
             weights = self.filters(torch.exp(-(distances[..., None] - self.centres).square()))
             found = found + (weights * found[:, None]).sum(2)
-            result: Tensor = self.head(found).sum((1, 2))
-            return result
+            return self.head(found).sum((1, 2))
 
     def make_batch() -> Batch:
         return {
@@ -162,8 +161,7 @@ def _operator(size: Size) -> Parts:
                 )
                 padded = nn.functional.pad(mixed, (0, spectrum.shape[-1] - self.modes))
                 x = nn.functional.gelu(torch.fft.irfft(padded, n=x.shape[-1]) + local(x))
-            result: Tensor = self.head(x)
-            return result
+            return self.head(x)
 
     def make_batch() -> Batch:
         return {name: torch.randn(size.batch, 1, size.length) for name in ("x", "y")}

@@ -34,23 +34,19 @@ class _Recurrent(nn.Module):
         self.head = nn.Linear((1 + both) * size.width, size.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.rnn(self.embedding(x))[0])
-        return result
+        return self.head(self.rnn(self.embedding(x))[0])
 
 
-@entry(ENTRIES, "recurrent", "LSTM", compiled=True)
-def _lstm(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
+def _recurrent(name: str, kind: type[nn.RNNBase], *, both: bool = False, compiled: bool = False) -> None:
+    def build(size: Size) -> Parts:
+        return Parts(_Recurrent(kind, size, both=both).train(), lambda: _tokens(size), _token_loss)
+
+    ENTRIES.append(Entry(name, "recurrent", build, compiled))
 
 
-@entry(ENTRIES, "recurrent", "GRU", compiled=True)
-def _gru(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.GRU, size).train(), lambda: _tokens(size), _token_loss)
-
-
-@entry(ENTRIES, "recurrent", "bidirectional LSTM")
-def _both_ways(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), _token_loss)
+_recurrent("LSTM", nn.LSTM, compiled=True)
+_recurrent("GRU", nn.GRU, compiled=True)
+_recurrent("bidirectional LSTM", nn.LSTM, both=True)
 
 
 @entry(ENTRIES, "recurrent", "LSTM with packed sequences")
@@ -60,8 +56,7 @@ def _packed(size: Size) -> Parts:
             lengths = torch.arange(size.length - size.batch + 1, size.length + 1).flip(0)
             packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True)
             found, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-            result: Tensor = self.head(found)
-            return result
+            return self.head(found)
 
     return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
 
@@ -80,8 +75,7 @@ def _cells(size: Size) -> Parts:
             for token in self.embedding(x).unbind(1):
                 state = self.cell(token, state)
                 found.append(state[0])
-            result: Tensor = self.head(torch.stack(found, 1))
-            return result
+            return self.head(torch.stack(found, 1))
 
     return Parts(Cells().train(), lambda: _tokens(size), _token_loss)
 
@@ -104,8 +98,7 @@ def _translation(size: Size) -> Parts:
                 context = (weights[:, None] @ memory).squeeze(1)
                 state = self.cell(torch.cat([token, context], -1), state)
                 found.append(state)
-            result: Tensor = self.head(torch.stack(found, 1))
-            return result
+            return self.head(torch.stack(found, 1))
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         target = batch["y"][:, : size.length // 4]
@@ -128,8 +121,7 @@ def _transformer(size: Size) -> Parts:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(y.shape[1], device=y.device)
             found = self.core(self.embedding(x), self.embedding(y), tgt_mask=mask, tgt_is_causal=True)
-            result: Tensor = self.head(found)
-            return result
+            return self.head(found)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         y = batch["y"]
@@ -149,8 +141,7 @@ def _speech(size: Size) -> Parts:
 
         def forward(self, x: Tensor) -> Tensor:
             found = F.relu(self.convolution(x)).transpose(1, 2)
-            result: Tensor = self.head(self.rnn(found)[0]).log_softmax(-1)
-            return result
+            return self.head(self.rnn(found)[0]).log_softmax(-1)
 
     def make_batch() -> Batch:
         labels = torch.randint(1, 32, (size.batch, 5))

@@ -91,11 +91,8 @@ def _wave(name: str, model: str, *, compiled: bool = False, **more: Any) -> None
 
     def build(size: Size) -> Parts:
         options = {
+            **sizes(length="")(size),
             "vocab_size": 32,
-            "hidden_size": size.width,
-            "num_hidden_layers": size.depth,
-            "num_attention_heads": size.heads,
-            "intermediate_size": 2 * size.width,
             "conv_dim": (size.width // 2,) * 4,
             "conv_kernel": (10, 3, 3, 2),
             "conv_stride": (5, 2, 2, 2),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
-from benchmarks.zoo_models.transformers_text import library_model, loss_of_result
+from benchmarks.zoo_models.transformers_text import library_model, loss_of_result, sizes
 
 __all__ = ["ENTRIES"]
 
@@ -51,7 +51,7 @@ def _stages(size: Size) -> Options:
 
 def _segformer(size: Size) -> Options:
     return {
-        "hidden_sizes": [size.width // 4 * factor for factor in (1, 2, 2, 4)],
+        **_stages(size),
         "depths": [1, 1, 1, 1],
         "num_attention_heads": [1, 2, 2, 4],
         "decoder_hidden_size": size.width,
@@ -111,17 +111,12 @@ def _masked_autoencoder(size: Size) -> Parts:
     return Parts(model, lambda: {"pixel_values": _images(size)}, loss_of_result)
 
 
+def _text(size: Size) -> Options:
+    return sizes(length="")(size) | {"max_position_embeddings": size.length}
+
+
 def _two_towers(size: Size) -> Options:
-    text = {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.depth,
-        "num_attention_heads": size.heads,
-        "intermediate_size": 2 * size.width,
-        "max_position_embeddings": size.length,
-        "eos_token_id": 2,
-    }
-    return {"text_config": text, "vision_config": _vit(size)}
+    return {"text_config": {**_text(size), "eos_token_id": 2}, "vision_config": _vit(size)}
 
 
 def _pairs(size: Size) -> Options:
@@ -163,16 +158,7 @@ def _blip(size: Size) -> Parts:
 
 @entry(ENTRIES, "transformers: images and text", "LayoutLM", compiled=True)
 def _layout(size: Size) -> Parts:
-    model = library_model(
-        "LayoutLMForTokenClassification",
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        intermediate_size=2 * size.width,
-        max_position_embeddings=size.length,
-        num_labels=5,
-    )
+    model = library_model("LayoutLMForTokenClassification", num_labels=5, **_text(size))
 
     def make_batch() -> Options:
         corner = torch.randint(0, 500, (size.batch, size.length, 2))

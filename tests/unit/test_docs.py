@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import importlib.util
 import re
 import sys
 import types
@@ -250,6 +251,26 @@ def test_the_changelog_has_a_section_for_each_version_and_no_others() -> None:
     titles = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert titles[0].split()[0] == pygraph_train.__version__
     assert all(re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)? \(.+\)", title) for title in titles)
+
+
+def test_hooks_of_the_site_make_text_of_links_and_label_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a cache in docs/ would be a part of the site
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    links = "[a file](../benchmarks/README.md), [a page](report.md), ![a picture](pictures/steps.svg)"
+    assert hooks.on_page_markdown(links) == links.replace("[a file](../benchmarks/README.md)", "a file")
+
+    def table(*titles: str, style: str = "") -> str:
+        head = "".join(f"<th>{title}</th>" for title in titles)
+        cells = "".join(f"<td{style}>{n}</td>" for n in range(len(titles)))
+        return f"<table><tr>{head}</tr><tr>{cells}</tr></table>"
+
+    labelled = hooks.on_page_content(table("message", "why", "<code>fix</code>"))
+    assert '<td>0</td><td data-label="why">1</td><td data-label="fix">2</td>' in labelled
+    figures = table("model", "plain, ms", "with graphs, ms", style=' style="text-align: right;"')
+    assert hooks.on_page_content(figures) == figures
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
