@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pygraph_train.core import node, region
+from pygraph_train.core.memory import Memory
 from pygraph_train.core.node import Delivery
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.recording import Memory, RecordedRegion
+from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.core.region import PhaseRegion
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import REPLAY, executes
+from pygraph_train.core.memory import free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
@@ -21,7 +21,7 @@ from pygraph_train.verification import Audits
 if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
 
-__all__ = ["Memory", "RecordedRegion", "Unrecordable", "run_plainly"]
+__all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
 
 
 _DRAWN = ("torch", OF_DEVICES)
@@ -81,29 +81,6 @@ class _Backward(NamedTuple):
     addresses: list[int]
 
 
-class Memory:
-    """Memory that recordings share, of which one may be pending at a time: whose backward may come.
-
-    So many shapes of a batch need no more than the largest one.
-
-    Attributes:
-        pool: of the engine, None before a recording, and after one that failed.
-    """
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self._token: weakref.ref[Any] | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether no recording is pending."""
-        return self._token is None or self._token() is None
-
-    def hold(self, token: Any) -> None:
-        """A recording is pending while this token lives."""
-        self._token = weakref.ref(token)
-
-
 class RecordedRegion:
     """A forward and a backward at fixed addresses.
 
@@ -120,17 +97,16 @@ class RecordedRegion:
         region: whose graph it is.
         gives_up: whether the recorded backward overwrites what the forward has saved.
         generation: grows with each replay of the forward.
-        audits, nbytes: when it is compared once more, and the bytes that it holds; set by who has recorded it.
+        audits: when it is compared once more; set by who has recorded it.
     """
 
     audits: Audits
-    nbytes: int
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
         self.generation = 0
         self._autocast = autocast_now(region.device)
         self.region, self._engine = region, region.owner.engine
-        self._memory = region.owner.free_memory()
+        self._memory = free_memory(region.owner.engine)
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
         self._static = [self._static_of(t, i in region.fixed) for i, t in enumerate(given)]
@@ -188,13 +164,11 @@ class RecordedRegion:
 
     def _record_both(self) -> None:
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
-        known, self._memory.pool = self._memory.pool, None
-        with self._engine.scratch_pool(known) as pool:
+        with self._memory.recording(self._engine):
             self._record_forward()
             for outputs in asked:
                 if outputs.issubset(self.differ):
                     self._backwards[outputs] = self._record_backward(outputs)
-        self._memory.pool = pool
 
     def _record_forward(self) -> None:
         engine = self._engine

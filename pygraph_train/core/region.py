@@ -10,20 +10,20 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.fx import GraphModule, Node
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
+from pygraph_train.core.memory import forget_memory, free_memory
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
-from pygraph_train.core.recording import Memory, RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
@@ -57,9 +57,6 @@ _FEWEST_NODES = 2
 
 _PATIENCE = 10
 """Calls after which a region whose gradients nobody has asked for is no part of training."""
-
-_FEW_BYTES = 32 << 20
-"""What a comparison in mid-run may take of the device beyond a twentieth of all that was needed so far."""
 
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
@@ -115,7 +112,6 @@ class PhaseRegions:
         self.hooked = False
         self.regions: list[PhaseRegion] = []
         self._gradients: dict[int, Tensor] = {}
-        self._memories: list[Memory] = []
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -191,13 +187,6 @@ class PhaseRegions:
                 moved = True
         return moved
 
-    def free_memory(self) -> Memory:
-        """Memory for a recording, in which none is pending."""
-        found = next((memory for memory in self._memories if memory.free), None)
-        if found is None:
-            self._memories.append(found := Memory())
-        return found
-
     @property
     def hopeless(self) -> bool:
         """Whether there are graphs of Dynamo's, and none of them may be recorded."""
@@ -213,7 +202,7 @@ class PhaseRegions:
         self.closed = True
         for region in self.regions:
             region.close()
-        self._memories.clear()
+        forget_memory(self.engine)
 
 
 class PhaseRegion:
@@ -275,7 +264,6 @@ class PhaseRegion:
         self.inference = False
         self.calls = self.replays = self.backwards = self.recordings = 0
         self._moves = 0
-        self._largest = 0  # bytes of a recording
         self._learned = False
         self._numbers: tuple[int, ...] = ()
         self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
@@ -524,11 +512,7 @@ class PhaseRegion:
         known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
         with torch.inference_mode(False), self._undone(given):
             gc.collect(1)  # what the run without a graph has left
-            before = owner.engine.memory()
             slot = RecordedRegion(self, given)
-            after = owner.engine.memory()
-        slot.nbytes = max(0, after.reserved - after.idle - (before.reserved - before.idle))
-        self._largest = max(self._largest, slot.nbytes)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
@@ -560,15 +544,9 @@ class PhaseRegion:
             audits.left -= 1
         elif audits.due(time.perf_counter()):
             started = time.perf_counter()
-            if self.owner.config.verify == "always" or self._fits(slot.nbytes):
-                self._compare(slot, given, {})
+            self._compare(slot, given, {})
             audits.took(time.perf_counter() - started, first=False)
         return slot
-
-    def _fits(self, nbytes: int) -> bool:
-        """Whether there is room beside the graphs, for what a forward and a backward need without one."""
-        memory = self.owner.engine.memory()
-        return memory.reserved + nbytes <= max(1.05 * memory.peak, memory.peak + _FEW_BYTES)
 
     def _compare(
         self,
@@ -613,10 +591,8 @@ class PhaseRegion:
 
     def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
-        # where graphs hold memory that a step without a graph would need, what it saves goes to the host
-        aside = nullcontext() if self._fits(self._largest) else save_on_cpu()
         with self._undone(given):
-            with aside:
+            with free_memory(self.owner.engine).used(self.owner.engine):
                 made = run_plainly(self, given, asked)
             return None if made is None else self._fingerprint_of(given, *made)
 

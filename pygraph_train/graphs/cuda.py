@@ -21,6 +21,7 @@ from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
+    allocating_in,
     begin_capture,
     clear_cublas_workspaces,
     expandable_segments,
@@ -105,6 +106,22 @@ class CudaEngine:
             yield self._pool
         finally:
             self._pool = usual
+
+    @contextmanager
+    def allocating_in(self, pool: Any) -> Iterator[None]:
+        """See `graphs.engine.Engine.allocating_in`: on the stream of the captures, whose blocks no other one gets."""
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with (
+                expandable_segments(),
+                torch.cuda.stream(self._stream),
+                allocating_in(self.device.index, pool.id),
+            ):
+                yield
+        finally:
+            clear_cublas_workspaces()
+            caller.wait_stream(self._stream)
 
     @contextmanager
     def lasting_memory(self) -> Iterator[None]:

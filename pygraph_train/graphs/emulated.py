@@ -91,6 +91,10 @@ class EmulatedEngine:
         finally:
             self._memory = usual
 
+    def allocating_in(self, pool: Any) -> AbstractContextManager[None]:
+        """Nothing to do: each tensor has memory of its own."""
+        return nullcontext()
+
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Nothing to do: memory is not kept in segments."""
         return nullcontext()

@@ -153,6 +153,12 @@ class Engine(Protocol):
                 their replays overwrite each other. It is of no use after a capture that failed.
         """
 
+    def allocating_in(self, pool: Any) -> AbstractContextManager[None]:
+        """Context in which tensors lie in the pool of a `scratch_pool`, also those of a backward.
+
+        The next replay of a graph there overwrites them. Other streams are to use them behind the context only.
+        """
+
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Context for allocating tensors that stay: they share no segment with what comes and goes."""
 

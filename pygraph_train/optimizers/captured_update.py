@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pygraph_train.core.memory import Memory
 from pygraph_train.gradients.places import Layout
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.verification import Audits
@@ -20,6 +21,7 @@ class CapturedUpdate:
     """A graph of the phase and what it rests on.
 
     Attributes:
+        memory: in which it computes.
         addresses: of the parameters.
         gradients: where they were; with buffers only what they look like counts.
         buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
@@ -27,6 +29,7 @@ class CapturedUpdate:
     """
 
     graph: Graph
+    memory: Memory
     addresses: list[int]
     gradients: Layout
     buffers: list[Tensor] | None

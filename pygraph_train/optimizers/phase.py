@@ -19,6 +19,7 @@ from torch import Tensor
 from pygraph_train.boundary import UPDATE, done, executes, taken_back
 from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.memory import free_memory
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
 from pygraph_train.graphs.engine import Engine, NumbersNotFound, problem_of
@@ -178,6 +179,8 @@ class OptimizerPhase:
             if before is not None:
                 capture.follow(before, self._config.verify, self._compared)
             self._captures[key] = capture
+        if not capture.memory.free:  # a backward is still to come that reads there
+            return self._run_prepared(body)
         audits = capture.audits
         if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
             self.replayed = True
@@ -251,7 +254,8 @@ class OptimizerPhase:
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
                 p.grad = s
-            with preparation.prepared(), numbers.marked(), preparation.state.none_is_made():
+            memory, unmade = free_memory(self._engine), preparation.state.none_is_made()
+            with preparation.prepared(), numbers.marked(), unmade, memory.recording(self._engine):
                 graph, _ = self._engine.capture(body)
         except Exception as error:
             self.problem = problem_of(error)
@@ -270,6 +274,7 @@ class OptimizerPhase:
         preparation.remember()
         made = CapturedUpdate(
             graph=graph,
+            memory=memory,
             addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
             gradients=layout,
             buffers=[s for s in stand_ins if s is not None] if buffers else None,

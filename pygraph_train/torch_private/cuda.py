@@ -12,6 +12,7 @@ from pygraph_train.torch_private.names import TorchDispatchMode
 
 __all__ = [
     "abandon_pool",
+    "allocating_in",
     "begin_capture",
     "clear_cublas_workspaces",
     "cuda_graph_nodes",
@@ -27,6 +28,17 @@ def abandon_pool(device: int, pool: tuple[int, int]) -> None:
     except RuntimeError:
         return  # it was closed after all
     torch._C._cuda_releasePool(device, pool)
+
+
+@contextmanager
+def allocating_in(device: int, pool: tuple[int, int]) -> Iterator[None]:
+    """Tensors of the current stream are made in this pool, whatever thread makes them. (2.11, 2.13)"""
+    torch._C._cuda_beginAllocateCurrentStreamToPool(device, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def clear_cublas_workspaces() -> None:

@@ -261,7 +261,7 @@ NAMES = (
         GRAPHS,
         """
         torch._C: _accelerator_setAllocatorSettings _cuda_clearCublasWorkspaces
-            _cuda_endAllocateToPool _cuda_releasePool
+            _cuda_beginAllocateCurrentStreamToPool _cuda_endAllocateToPool _cuda_releasePool
         torch.cuda.memory: _snapshot
         """,
         cuda=True,

@@ -1,0 +1,63 @@
+"""Memory that recordings share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from pygraph_train.graphs.engine import Engine
+
+__all__ = ["Memory", "forget_memory", "free_memory"]
+
+
+class Memory:
+    """Memory of recordings of which one may be pending at a time: whose backward may come.
+
+    So many shapes of a batch need no more than the largest one. While none is pending, an update may be recorded there
+    as well, or what a replay is compared with be computed. It belongs to one engine.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self._token: weakref.ref[Any] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether no recording is pending. Hot path."""
+        return self._token is None or self._token() is None
+
+    def hold(self, token: Any) -> None:
+        """A recording is pending while this token lives. Hot path."""
+        self._token = weakref.ref(token)
+
+    @contextmanager
+    def recording(self, engine: Engine) -> Iterator[None]:
+        """Around captures. One that fails may spoil the pool, so that later ones get another."""
+        pool, self.pool = self.pool, None
+        with engine.scratch_pool(pool) as used:
+            yield
+        self.pool = used
+
+    def used(self, engine: Engine) -> AbstractContextManager[None]:
+        """Around work without a graph that leaves no tensors of its own behind."""
+        return nullcontext() if self.pool is None else engine.allocating_in(self.pool)
+
+
+_memories: weakref.WeakKeyDictionary[Engine, list[Memory]] = weakref.WeakKeyDictionary()
+
+
+def free_memory(engine: Engine) -> Memory:
+    """Memory of an engine in which no recording is pending."""
+    known = _memories.setdefault(engine, [])
+    found = next((memory for memory in known if memory.free), None)
+    if found is None:
+        known.append(found := Memory())
+    return found
+
+
+def forget_memory(engine: Engine) -> None:
+    """Graphs of an engine were closed: what no other graph uses goes back to the device."""
+    for memory in _memories.get(engine, ()):
+        memory.pool = None
