@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import threading
 import types
 import warnings
@@ -97,8 +98,29 @@ def _tell_dynamo() -> None:
 
     for code in _wrappers:
         skip_code(code)
-    for code in _left:
+    for code in (*_left, *_of_metrics()):
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+_METHODS_OF_METRICS = {
+    "Metric": ("forward", "_wrap_update", "_wrap_compute"),
+    "MetricCollection": ("forward", "update"),
+}
+
+
+def _of_metrics() -> Iterator[types.CodeType]:
+    """What torchmetrics runs for a metric that no graph can hold.
+
+    Dynamo would trace it function by function, and none of it is part of training. A metric that a graph can hold is
+    traced within the step.
+    """
+    package = sys.modules.get("torchmetrics")
+    for owner, names in _METHODS_OF_METRICS.items():
+        for name in names:
+            method = getattr(getattr(package, owner, None), name, None)
+            if isinstance(method, types.FunctionType):
+                consts = method.__code__.co_consts  # with the functions that it makes
+                yield from (c for c in (method.__code__, *consts) if isinstance(c, types.CodeType))
 
 
 @functools.cache
