@@ -21,10 +21,10 @@ WHOLE = {  # numbers of files, and recipe
     ("1", "llama_lora"): "Llama of 16 layers, LoRA",
     ("12", "llama_lora_checkpointing"): "the same with gradient checkpointing",
     ("7", "llama_lora_checkpointing_dropout"): "the same with dropout in the checkpoint",
-    ("5", "diffusion"): "diffusion U-Net",
+    ("8", "diffusion"): "diffusion U-Net",
     ("5", "nanogpt"): "nanoGPT of 124M",
-    ("6", "dcgan"): "DCGAN",
-    ("6", "resnet_metrics"): "ResNet-18 with torchmetrics",
+    ("8", "dcgan"): "DCGAN",
+    ("8", "resnet_metrics"): "ResNet-18 with torchmetrics",
 }
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 Bars = list[tuple[str, int, float]]  # title, colour, length
