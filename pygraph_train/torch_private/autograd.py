@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import torch
 from torch.autograd import forward_ad
 
@@ -12,36 +9,12 @@ __all__ = [
     "backward_keeps_graph",
     "detects_anomalies",
     "is_transformed",
-    "leaves_of",
-    "nodes_behind",
 ]
 
 
 def backward_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def nodes_behind(*nodes: Any, until: Iterable[Any] = ()) -> Iterator[Any]:
-    """These nodes of an autograd graph and all those that they are computed from, each once. (2.11, 2.13)
-
-    Args:
-        nodes: to begin with.
-        until: neither these nodes nor what leads to them only.
-    """
-    seen, left = set(until), list(nodes)
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += [source for source, _ in node.next_functions]
-
-
-def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors whose `.grad` a backward from this one writes to. (2.11, 2.13)"""
-    nodes = nodes_behind(tensor.grad_fn)
-    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 def is_transformed() -> bool:
