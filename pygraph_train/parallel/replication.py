@@ -6,15 +6,16 @@ it gives to other processes before a forward are inputs of that forward's graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import begin_forward, end_forward
-from pygraph_train.torch_private.sharding import sharded_states, wrapped_by_fsdp1
 
 __all__ = ["Replicas", "Replication", "replication_of"]
 
@@ -100,9 +101,11 @@ class _Shards(Replication):
 
 def replication_of(model: nn.Module) -> Replication:
     """How this model is shared with other processes."""
-    if wrapped_by_fsdp1(model):
-        return _Shards("FullyShardedDataParallel")
-    if sharded_states(model):
-        return _Shards("FSDP")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            return _Shards("FullyShardedDataParallel")
+        if isinstance(module, fsdp.FSDPModule):
+            return _Shards("FSDP")
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
