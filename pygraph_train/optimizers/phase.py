@@ -29,8 +29,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import borrow_memory, copy_all
-from pygraph_train.torch_private.sharding import local_tensors
+from pygraph_train.torch_private.memory import borrow_memory, copy_all, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]

@@ -41,7 +41,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.memory import is_alone
+from pygraph_train.torch_private.memory import is_alone, local_tensor, local_tensors
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     fused_adagrad_on_cuda,
@@ -51,7 +51,6 @@ from pygraph_train.torch_private.optim import (
     restore_optimizer_private_attributes,
     set_step_supports_amp_scaling,
 )
-from pygraph_train.torch_private.sharding import local_tensor, local_tensors
 
 __all__ = ["OptimizerPreparation"]
 

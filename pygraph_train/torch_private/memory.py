@@ -1,4 +1,4 @@
-"""Private APIs of tensors and their storages: identity, holders, layout."""
+"""Private APIs of tensors and their storages: identity, holders, layout, parts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ __all__ = [
     "copy_all",
     "is_alone",
     "keep_versions",
+    "local_tensor",
+    "local_tensors",
     "storage_key",
     "storage_use_count",
     "tensor_version",
@@ -70,3 +72,17 @@ def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return torch.empty(0, dtype=dtype, device=device).set_(borrowed, *place)
 
     return borrow
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """As `local_tensor`, of each. Hot path."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [local_tensor(t) for t in tensors]
