@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.autograd import detects_anomalies
 from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 
@@ -42,7 +42,7 @@ def what_watches() -> Problem | None:
 
 def around_the_step() -> Iterator[Problem]:
     """Everything that is active now, and of which a replay would show nothing. Hot path."""
-    if detects_anomalies():
+    if torch.is_anomaly_enabled():
         yield _ANOMALY
     if any(global_module_hook_tables()):
         yield _GLOBAL_HOOK

@@ -7,7 +7,6 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "backward_keeps_graph",
-    "detects_anomalies",
     "is_transformed",
 ]
 
@@ -27,11 +26,6 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
-
-
-def detects_anomalies() -> bool:
-    """Whether anomaly detection is on."""
-    return torch.is_anomaly_enabled()
 
 
 def compiled_autograd_wanted() -> bool:
