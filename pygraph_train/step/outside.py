@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
+from pygraph_train.torch_private.hooks import has_hooks_on_all_modules, saved_tensors_hooks_active
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 
 __all__ = ["around_the_step", "uninitialized", "what_watches"]
@@ -44,7 +44,7 @@ def around_the_step() -> Iterator[Problem]:
     """Everything that is active now, and of which a replay would show nothing. Hot path."""
     if torch.is_anomaly_enabled():
         yield _ANOMALY
-    if any(global_module_hook_tables()):
+    if has_hooks_on_all_modules():
         yield _GLOBAL_HOOK
     if (watcher := what_watches()) is not None:
         yield watcher

@@ -1,28 +1,22 @@
-"""Tables of hooks, and whether there are any."""
+"""Whether there are hooks that no call of a module or an operation shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.names import private
+
 __all__ = [
-    "global_module_hook_tables",
+    "has_hooks_on_all_modules",
     "saved_tensors_hooks_active",
 ]
 
 
-def global_module_hook_tables() -> tuple[Mapping[int, Any], ...]:
-    """The live tables of hooks that every module runs (torch 2.11, 2.13)."""
-    from torch.nn.modules import module
-
-    return (
-        module._global_forward_hooks,
-        module._global_forward_pre_hooks,
-        module._global_backward_hooks,
-        module._global_backward_pre_hooks,
-    )
+has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._has_any_global_hook")
+"""Whether there are hooks that every module runs. (2.11 to 2.15)"""
 
 
 def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:

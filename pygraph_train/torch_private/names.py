@@ -250,8 +250,7 @@ NAMES = (
         torch.autograd.forward_ad: _current_level
         torch.nn: Module._call_impl Module._compiled_call_impl
         torch.nn.parallel: DistributedDataParallel._active_ddp_module
-        torch.nn.modules.module: _global_backward_hooks _global_backward_pre_hooks
-            _global_forward_hooks _global_forward_pre_hooks
+        torch.nn.modules.module: _has_any_global_hook
         torch.optim.optimizer: _global_optimizer_post_hooks _global_optimizer_pre_hooks
         torch.utils._device: DeviceContext
         """,
