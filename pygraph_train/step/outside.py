@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.hooks import has_hooks_on_all_modules, saved_tensors_hooks_active
-from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
+from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched
 
 __all__ = ["around_the_step", "uninitialized", "what_watches"]
 
@@ -35,7 +35,7 @@ def what_watches() -> Problem | None:
         return _SAVED_TENSORS_HOOKS
     if is_dispatch_watched():
         return _DISPATCH_MODE
-    if is_function_watched() and function_modes():
+    if function_modes():
         return _FUNCTION_MODE
     return None
 

@@ -12,7 +12,6 @@ from pygraph_train.torch_private.names import private
 __all__ = [
     "function_modes",
     "is_dispatch_watched",
-    "is_function_watched",
     "kernel_switches",
 ]
 
@@ -47,13 +46,10 @@ def kernel_switches() -> tuple[Any, ...]:
 is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
 """Number of `TorchDispatchMode`s of this thread: they see every operation, and none of a replay."""
 
-is_function_watched: Callable[[], int] = private("torch._C._len_torch_function_stack")
-"""Number of `TorchFunctionMode`s of this thread."""
+_DeviceContext: Any = private("torch.utils._device.DeviceContext")
 
 
 def function_modes() -> list[Any]:
-    """Those modes, without the one that `torch.set_default_device` is."""
-    from torch.utils._device import DeviceContext
-
+    """The `TorchFunctionMode`s of this thread, without the one that `torch.set_default_device` is. Hot path."""
     modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-    return [mode for mode in modes if type(mode) is not DeviceContext]
+    return [mode for mode in modes if type(mode) is not _DeviceContext]
