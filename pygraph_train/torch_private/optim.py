@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-
-from pygraph_train.torch_private.packages import layers_of
 
 __all__ = [
     "count_optimizer_step",
@@ -57,7 +55,23 @@ def _is_put_over(kind: Any, of_class: Any, called: Any) -> bool:
     owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
     if owner.__module__.partition(".")[0] != "torch":  # an optimizer of somebody else has a step of its own
         return called is not of_class
-    return any(package != "torch" for _, package in layers_of(called))
+    return any(package != "torch" for package in _packages_of(called))
+
+
+def _packages_of(function: Any) -> Iterator[str]:
+    """The packages of the code of a function and of those that it wraps.
+
+    `torch.no_grad()` around a function is code of torch, with the function in it.
+    """
+    function = getattr(function, "__func__", function)
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        yield str(module).partition(".")[0]
+        function = getattr(function, "__wrapped__", None) or getattr(
+            function, "_torchdynamo_orig_callable", None
+        )
 
 
 def count_optimizer_step(optimizer: Any) -> None:
