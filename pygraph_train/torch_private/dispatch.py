@@ -19,7 +19,6 @@ __all__ = [
     "has_no_memory",
     "is_operator",
     "no_torch_function",
-    "packet_name",
     "returns_argument",
     "writes_arguments",
     "written_arguments",
@@ -45,11 +44,6 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 OpOverload = private("torch._ops.OpOverload")
 HigherOrderOperator = private("torch._ops.HigherOrderOperator")
-
-
-def packet_name(func: torch._ops.OpOverload) -> str:
-    """The name of an operator without its namespace and overload (torch 2.11, 2.13)."""
-    return func._schema.name.partition("::")[2]
 
 
 def no_torch_function() -> AbstractContextManager[None]:

@@ -1,9 +1,6 @@
-"""Private APIs of torch.distributed: its store, work that is done, and the reducer of DistributedDataParallel."""
+"""Private APIs of torch.distributed: results of collectives, and the reducer of DistributedDataParallel."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "begin_forward",
-    "done",
     "end_forward",
     "waited_for",
 ]
-
-
-def done(tensors: Sequence[Tensor]) -> Any:
-    """What a collective returns whose work is complete (torch 2.11, 2.13)."""
-    from torch._C import _distributed_c10d as c10d
-
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result(list(tensors))
-    return c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
 
 
 def waited_for(tensor: Tensor) -> Tensor:

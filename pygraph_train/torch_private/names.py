@@ -269,7 +269,6 @@ NAMES = (
         "collectives on the emulated engine",
         PROCESSES,
         """
-        torch._C._distributed_c10d: _create_work_from_future
         torch.ops: _c10d_functional.wait_tensor
         """,
     ),
