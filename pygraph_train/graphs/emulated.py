@@ -25,10 +25,10 @@ from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
+    OpOverload,
     TorchDispatchMode,
     below_autograd,
     has_no_memory,
-    is_operator,
     no_torch_function,
     writes_arguments,
 )
@@ -347,7 +347,7 @@ class _Tape(TorchDispatchMode):
         return made
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_operator(func):
+        if not isinstance(func, OpOverload):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")

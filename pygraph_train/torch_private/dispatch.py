@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,12 +12,10 @@ from pygraph_train.torch_private.names import FakeTensor, TorchDispatchMode, pri
 
 __all__ = [
     "FakeTensor",
-    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
     "below_autograd",
     "has_no_memory",
-    "is_operator",
     "no_torch_function",
     "returns_argument",
     "writes_arguments",
@@ -30,7 +28,7 @@ def below_autograd() -> Iterator[None]:
     """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with (
-        torch._C.DisableTorchFunction(),
+        no_torch_function(),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._ExcludeDispatchKeyGuard(keys),
     ):
@@ -42,18 +40,12 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
-OpOverload = private("torch._ops.OpOverload")
-HigherOrderOperator = private("torch._ops.HigherOrderOperator")
+OpOverload: Any = private("torch._ops.OpOverload")
+"""The class of ordinary operators, as dispatch modes get them beside higher-order ones. (2.11 to 2.15)"""
 
 
-def no_torch_function() -> AbstractContextManager[None]:
-    """Calls inside are not shown to `TorchFunctionMode`s and `__torch_function__` (torch 2.13)."""
-    return torch._C.DisableTorchFunction()
-
-
-def is_operator(func: object) -> bool:
-    """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
-    return isinstance(func, torch._ops.OpOverload)
+no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
+"""Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""
 
 
 def written_arguments(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
