@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.torch_private.names import TorchDispatchMode
+from pygraph_train.torch_private.dispatch import TorchDispatchMode
 
 __all__ = [
     "abandon_pool",

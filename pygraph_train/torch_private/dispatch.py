@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_train.torch_private.names import FakeTensor, TorchDispatchMode, private
+from pygraph_train.torch_private.names import private
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 __all__ = [
     "FakeTensor",
@@ -26,12 +31,8 @@ __all__ = [
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with (
-        no_torch_function(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(keys),
-    ):
+    autocast_off = torch.autocast("cpu", enabled=False)
+    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), autocast_off:
         yield
 
 
@@ -40,9 +41,11 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
+"""The class of tensors that have a shape and no values. (2.11 to 2.15)"""
+
 OpOverload: Any = private("torch._ops.OpOverload")
 """The class of ordinary operators, as dispatch modes get them beside higher-order ones. (2.11 to 2.15)"""
-
 
 no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
 """Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""

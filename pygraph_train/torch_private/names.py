@@ -11,7 +11,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,11 +24,9 @@ __all__ = [
     "NAMES",
     "PROCESSES",
     "TRIED",
-    "FakeTensor",
     "Feature",
     "MissingName",
     "Names",
-    "TorchDispatchMode",
     "is_newer_than_tried",
     "lacking",
     "lacks",
@@ -213,8 +211,7 @@ NAMES = (
         "operators as the emulated engine and dispatch modes see them",
         GRAPHS,
         """
-        torch._C: DisableTorchFunction DispatchKey.AutocastCPU DispatchKeySet
-            _AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard _set_grad_enabled
+        torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _set_grad_enabled
         torch._ops: HigherOrderOperator OpOverload
         torch._subclasses.fake_tensor: FakeTensor
         torch.utils._python_dispatch: TorchDispatchMode
@@ -291,10 +288,3 @@ NAMES = (
         """,
     ),
 )
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-else:
-    FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
-    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
