@@ -11,7 +11,6 @@ import torch
 from pygraph_train.torch_private.names import private
 
 __all__ = [
-    "borrow_memory",
     "borrower",
     "copy_all",
     "is_alone",
@@ -54,11 +53,6 @@ def is_alone(tensor: torch.Tensor) -> bool:
 
 def _holders(tensor: torch.Tensor) -> int:
     return storage_use_count(storage_key(tensor.untyped_storage()))
-
-
-def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that does not own it. (2.11, 2.13)"""
-    return borrower(tensor)()
 
 
 def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
