@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.distributed import begin_forward, end_forward
+from pygraph_train.torch_private.distributed import around_forward
 
 __all__ = ["Replicas", "Replication", "replication_of"]
 
@@ -79,12 +79,9 @@ class Replicas(Replication):
         """See `Replication.exchanges`: only with an update, and not inside of `no_sync()`."""
         return update and self._wrapper.require_backward_grad_sync
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> AbstractContextManager[None]:
         """See `Replication.around`."""
-        begin_forward(self._wrapper)
-        yield
-        end_forward(self._wrapper)
+        return around_forward(self._wrapper)
 
 
 class _Shards(Replication):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "begin_forward",
-    "end_forward",
+    "around_forward",
     "waited_for",
 ]
 
@@ -19,11 +21,9 @@ def waited_for(tensor: Tensor) -> Tensor:
     return result
 
 
-def begin_forward(ddp: DistributedDataParallel) -> None:
-    """What `ddp(...)` does before it calls its module, without the inputs (torch 2.11, 2.13)."""
+@contextmanager
+def around_forward(ddp: DistributedDataParallel) -> Iterator[None]:
+    """What `ddp(...)` does before and after it calls its module, without inputs and outputs (torch 2.11, 2.13)."""
     ddp._pre_forward(None)
-
-
-def end_forward(ddp: DistributedDataParallel) -> None:
-    """What `ddp(...)` does after it called its module, without the outputs (torch 2.11, 2.13)."""
+    yield
     ddp._post_forward(None)

@@ -219,9 +219,7 @@ NAMES = (
     Names(
         "collectives on the emulated engine",
         "such steps run as you wrote them",
-        """
-        torch.ops: _c10d_functional.wait_tensor
-        """,
+        "torch.ops: _c10d_functional.wait_tensor",
     ),
     Names(
         "lists that grow from step to step",
