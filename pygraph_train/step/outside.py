@@ -9,8 +9,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.hooks import has_hooks_on_all_modules, saved_tensors_hooks_active
-from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched
+from pygraph_train.torch_private.switches import (
+    function_modes,
+    has_hooks_on_all_modules,
+    is_dispatch_watched,
+    saved_tensors_hooks_active,
+)
 
 __all__ = ["around_the_step", "uninitialized", "what_watches"]
 
