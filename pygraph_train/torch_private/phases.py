@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pygraph_train.torch_private.names import private
 
@@ -19,10 +20,13 @@ __all__ = [
     "at_end_of_backward",
     "aten",
     "autocast_now",
+    "backward_keeps_graph",
+    "compiled_autograd_wanted",
     "hooks_of",
     "inductor",
     "is_asked_for",
     "is_static",
+    "is_transformed",
     "present_backward",
     "reaches",
     "restoring_modes",
@@ -83,6 +87,30 @@ def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
 def present_backward() -> int:
     """What tells the backward that runs in this thread from others; -1 where none does. (2.11 to 2.15)"""
     return int(torch._C._current_graph_task_id())
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_transformed() -> bool:
+    """Whether operations are for something else than training now. (2.11, 2.13)
+
+    Transforms of `torch.func`, derivatives in forward mode, and `torch.jit.trace` take the operations of eager kernels.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def compiled_autograd_wanted() -> bool:
+    """Whether backwards of what is compiled now will be traced. (2.11 to 2.15)"""
+    import torch._dynamo.config as config
+
+    return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
 
 
 def accumulation_of(leaf: Tensor) -> Any:
