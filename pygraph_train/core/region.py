@@ -28,7 +28,6 @@ from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
-from pygraph_train.torch_private.breaks import end_of
 from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
@@ -40,7 +39,7 @@ from pygraph_train.torch_private.phases import (
     is_static,
     present_backward,
 )
-from pygraph_train.torch_private.stock_dynamo import untraced
+from pygraph_train.torch_private.stock_dynamo import end_of, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 

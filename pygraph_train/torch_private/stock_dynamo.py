@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 import types
@@ -29,13 +30,15 @@ __all__ = [
     "call_impl",
     "call_of",
     "compiled_by_user",
+    "end_of",
     "left_to_python",
     "left_untraced",
+    "looking",
     "set_call_of",
+    "traced_again",
     "traces",
     "traces_of_others",
     "untraced",
-    "without_advice",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,7 +183,7 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         _here.settings = changes
-        quietly(lambda: changes.enter_context(without_advice()))
+        quietly(lambda: changes.enter_context(_without_advice()))
         quietly(lambda: changes.enter_context(_not_capturable()))
         quietly(lambda: changes.enter_context(_inner_leaves()))
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
@@ -247,7 +250,7 @@ _LOGGERS = (
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def _without_advice() -> Iterator[None]:
     """Around a trace: Dynamo tells a loop that never asked for it neither of graph breaks nor of operations that fail.
 
     Who asks for its logs gets all of them.
@@ -263,6 +266,53 @@ def without_advice() -> Iterator[None]:
         finally:
             for log, disabled in zip(loggers, before, strict=True):
                 log.disabled = disabled
+
+
+def end_of(gm: torch.fx.GraphModule) -> tuple[str, list[tuple[str, int]]] | None:
+    """Why a graph ends before its function does, and file and line of each frame there, the innermost last.
+
+    To be asked inside a backend, with the graph that it is given. None where the function ends. (2.11 to 2.15)
+    """
+    end = getattr(gm, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break:
+        return None
+    return end.reason, [(frame.filename, frame.lineno) for frame in end.user_stack]
+
+
+def traced_again() -> tuple[str, str | None] | None:
+    """The condition that has failed when Dynamo has last traced something anew, and `file:line` of what it is of.
+
+    None where nothing is known of it. (2.11 to 2.15)
+    """
+    for traced in reversed(torch._dynamo.utils.get_compilation_metrics()):
+        if traced.recompile_reason:
+            condition, *of = re.split(r"\s+# ", traced.recompile_reason.splitlines()[0].partition(": ")[2])
+            place = re.match(r"(\S+):(\d+) in ", of[-1]) if of else None
+            if place is None or not str(traced.co_filename).endswith(place.group(1)):
+                return condition, None
+            return condition, f"{traced.co_filename}:{place.group(2)}"
+    return None
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Context: Dynamo gives no advice, and what it compiles of new functions is forgotten in the end. (2.11 to 2.15)
+
+    The garbage collection does not see compiled code: where it holds what holds it, nothing is ever freed.
+    """
+    from torch._dynamo.convert_frame import input_codes
+
+    before = set(input_codes.seen_ids)
+    try:
+        with _without_advice():
+            yield
+    finally:
+        codes = [c for seen in input_codes.seen if (c := seen()) is not None and id(c) not in before]
+        ids = set(map(id, codes))
+        input_codes.seen[:] = [seen for seen in input_codes.seen if id(seen()) not in ids]
+        input_codes.seen_ids -= ids
+        for code in codes:
+            torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _listen() -> None:
