@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from pygraph_train.torch_private.names import private
 
 __all__ = [
     "around_forward",
@@ -15,10 +16,8 @@ __all__ = [
 ]
 
 
-def waited_for(tensor: Tensor) -> Tensor:
-    """The result of a functional collective when it is there (torch 2.11, 2.13)."""
-    result: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
-    return result
+waited_for: Callable[[Tensor], Tensor] = private("torch.ops._c10d_functional.wait_tensor")
+"""The result of a functional collective when it is there. (2.11, 2.13)"""
 
 
 @contextmanager

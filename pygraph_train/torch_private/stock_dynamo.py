@@ -416,7 +416,7 @@ class CompiledModule(CompiledFunction):
         super().__init__(_traced_call, backend, **options)
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        weakref.finalize(self, _forget, fn.__code__).atexit = False
+        weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, fn.__code__).atexit = False
         return super()._compile(fn)
 
 
@@ -427,11 +427,6 @@ call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
 def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `call_impl`: Dynamo begins no trace in files of torch."""
     return module._call_impl(*args, **kwargs)
-
-
-def _forget(code: types.CodeType) -> None:
-    """Release what Dynamo holds for a code object. (2.11 to 2.15)"""
-    torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
