@@ -176,13 +176,12 @@ NAMES = (
         GRAPHS,
         """
         torch: _foreach_add_
-        torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy set_eval_frame
+        torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
         torch._dynamo: OptimizedModule config.patch graph_break lookup_backend
         torch._dynamo.callback: callback_handler.register_start_callback
             callback_handler.start_callbacks
         torch._dynamo.compiled_autograd: compiled_autograd_enabled
         torch._dynamo.config: compiled_autograd ignore_logging_functions
-        torch._dynamo.eval_frame: skip_code
         torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
         torch._dynamo.variables: TensorVariable.method_requires_grad_
         torch._functorch.config: patch

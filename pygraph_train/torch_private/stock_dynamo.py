@@ -31,7 +31,6 @@ __all__ = [
     "call_of",
     "compiled_by_user",
     "end_of",
-    "left_to_python",
     "left_untraced",
     "looking",
     "set_call_of",
@@ -60,27 +59,14 @@ _SETTINGS: dict[str, Any] = {
 
 
 def untraced(fn: F) -> F:
-    """`fn`, so that Dynamo traces neither it nor what it calls: autograd calls it from frames that are traced.
+    """`fn`, which autograd or traced frames call: Dynamo traces neither it nor what it calls. (2.11 to 2.15)
 
-    `torch.compiler.disable` does the same, and takes the host longer. (2.11 to 2.15)
+    `torch.compiler.disable` does the same, and takes the host longer.
     """
-
-    @functools.wraps(fn)
-    def outside(*args: Any) -> Any:
-        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
-        try:
-            return fn(*args)
-        finally:
-            torch._C._dynamo.eval_frame.set_eval_frame(before)
-
-    _wrappers.add(outside.__code__)  # type: ignore[attr-defined]
-    return outside  # type: ignore[return-value]
-
-
-def left_to_python(method: F) -> F:
-    """`method`, which is called by traced frames: Dynamo traces neither it nor what it calls. (2.11 to 2.15)"""
-    _left.add(method.__code__)  # type: ignore[attr-defined]
-    return method
+    _left.append(fn.__code__)  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules:
+        quietly(_tell_dynamo)
+    return fn
 
 
 def break_graph() -> None:
@@ -88,21 +74,17 @@ def break_graph() -> None:
     torch._dynamo.graph_break()
 
 
-_wrappers: set[types.CodeType] = set()
-_left: set[types.CodeType] = set()
+_left: list[types.CodeType] = []
 
 
-@functools.cache
 def _tell_dynamo() -> None:
     """Have Dynamo leave all of these to Python, before anything is compiled: its import takes a second."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
-    for code in _wrappers:
-        skip_code(code)
     for code in (*_left, *_of_metrics()):
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    _left.clear()
 
 
 _METHODS_OF_METRICS = {
