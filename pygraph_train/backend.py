@@ -25,8 +25,7 @@ from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.announcements import NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.step.outside import what_watches
-from pygraph_train.torch_private.autograd import compiled_autograd_wanted, is_transformed
-from pygraph_train.torch_private.phases import aten, inductor
+from pygraph_train.torch_private.phases import aten, compiled_autograd_wanted, inductor, is_transformed
 
 __all__ = ["BackendOptions", "BackendReport", "RegionRecord", "compile", "pygraph", "report", "reset"]
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.memory import copy_all, keep_versions
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.memory import copy_all, keep_versions, local_tensor
 
 __all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
 

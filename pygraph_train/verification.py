@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.memory import local_tensor
 
 __all__ = ["AuditLedger", "Audits", "Fingerprint", "PlainRuns"]
 

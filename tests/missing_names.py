@@ -36,11 +36,9 @@ def hide(name: str) -> None:
             return stock(self, module)
         source = self.get_source(module)
         if module.endswith(".torch_private.names"):
-            head = "def _find(module: str, name: str) -> Any:\n"
+            head = "def _find(name: str) -> Any:\n"
             assert head in source
-            source = source.replace(
-                head, f'{head}    if f"{{module}}.{{name}}" == {name!r}: return _ABSENT\n'
-            )
+            source = source.replace(head, f"{head}    if name == {name!r}: return _ABSENT\n")
             return compile(source, self.path, "exec")
         if name.rpartition(".")[2] not in source:
             return stock(self, module)

@@ -61,11 +61,11 @@ def test_training_goes_on_without_any_of_the_names() -> None:
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let the library find that torch lacks a name, for one feature."""
+    """Let the library find that torch lacks a name, and say what happens instead."""
 
-    def lacks(name: str, off: names.Feature) -> None:
+    def lacks(name: str, instead: str) -> None:
         module, _, last = name.rpartition(".")
-        listed = (*names.NAMES, names.Names("a test", off, f"{module}: {last}"))
+        listed = (*names.NAMES, names.Names("a test", instead, f"{module}: {last}"))
         monkeypatch.setattr(names, "NAMES", listed)
         names.lacking.cache_clear()
 
@@ -135,7 +135,6 @@ def test_what_stands_in_for_a_missing_name_says_so_where_it_is_used() -> None:
         """As dispatch modes are derived."""
 
     for use in (gone, Derived, lambda: gone.of_it, lambda: isinstance(3, gone)):
-        with pytest.raises(MissingName, match=r"lacks torch\._C\._no_such_name") as raised:
+        with pytest.raises(MissingName, match=r"lacks torch\._C\._no_such_name"):
             use()
-        assert "torch._C._no_such_name" in raised.value.problem.reason
     assert private("torch.nn.Linear") is nn.Linear and GraphedStep is not None

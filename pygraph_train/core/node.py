@@ -12,12 +12,12 @@ from torch import Tensor
 from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
-from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.torch_private.phases import (
     accumulation_of,
     add_all,
     at_end_of_backward,
+    backward_keeps_graph,
     present_backward,
     reaches,
 )

@@ -28,21 +28,19 @@ from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
-from pygraph_train.torch_private.autograd import backward_keeps_graph
-from pygraph_train.torch_private.breaks import end_of
-from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
+    backward_keeps_graph,
     hooks_of,
     inductor,
     is_asked_for,
     is_static,
     present_backward,
 )
-from pygraph_train.torch_private.stock_dynamo import untraced
-from pygraph_train.torch_private.switches import kernel_switches
+from pygraph_train.torch_private.stock_dynamo import end_of, untraced
+from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["PhaseRegion", "PhaseRegions"]

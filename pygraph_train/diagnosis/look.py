@@ -26,8 +26,7 @@ from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
 from pygraph_train.step.program import plain_call
-from pygraph_train.torch_private.breaks import end_of, looking, traced_again
-from pygraph_train.torch_private.stock_dynamo import CompiledFunction
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, end_of, looking, traced_again
 
 __all__ = ["explained"]
 

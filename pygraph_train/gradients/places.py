@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import overlaps_itself
-from pygraph_train.torch_private.sharding import local_tensors
+from pygraph_train.torch_private.memory import local_tensors
 
 __all__ = ["Layout", "Place", "Source"]
 

@@ -17,12 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pygraph_train.graphs.emulated_collectives import (
-    finished,
-    is_collective,
-    runs_in_replays,
-    stand_in,
-)
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
 from pygraph_train.graphs.engine import CaptureError, MemoryUse
@@ -31,13 +25,14 @@ from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
+    OpOverload,
     TorchDispatchMode,
     below_autograd,
     has_no_memory,
-    is_operator,
     no_torch_function,
     writes_arguments,
 )
+from pygraph_train.torch_private.distributed import waited_for
 from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
@@ -58,6 +53,9 @@ _HOST_READS = {
 }
 
 _aten = torch.ops.aten
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that talk to other processes, or wait for one that does."""
 
 
 def is_capturing() -> bool:
@@ -256,8 +254,8 @@ class _Operation:
 
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
-        if is_collective(self.func):
-            returned = finished(self.func, returned)
+        if self.func.namespace in _COLLECTIVES:
+            returned = waited_for(returned)
         tensors = list(tensors_of(returned))
         for position, recorded in self.results:
             new = tensors[position]
@@ -306,7 +304,8 @@ class _Tape(TorchDispatchMode):
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
             recorded_args, recorded_kwargs = aliases(args), aliases(kwargs)
-            returned = self._collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
+            talks = func.namespace in _COLLECTIVES
+            returned = self._collective(func, args, kwargs) if talks else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
             return returned
@@ -348,7 +347,7 @@ class _Tape(TorchDispatchMode):
         return made
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_operator(func):
+        if not isinstance(func, OpOverload):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
@@ -360,10 +359,12 @@ class _Tape(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Running one for real has an effect on other processes that no one can undo."""
-        returned = stand_in(func, args, kwargs)
-        if returned is None:
+        name = func.overloadpacket.__name__
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
+            return func(*args, **kwargs)
+        if name != "all_reduce":
             raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
-        return returned
+        return args[0].clone()
 
     def _check_memory(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -416,9 +417,7 @@ class _Tape(TorchDispatchMode):
                 continue
             self._created.setdefault(key, (storage, output.dtype))
             results.append((position, output.data))
-        if runs_in_replays(func):
-            runs = True
-        elif writes_arguments(func):
+        if writes_arguments(func):
             # set_, resize_, t_, ... change the tensor object but no memory; our aliases have it already.
             runs = torch.Tag.inplace_view not in func.tags
         else:

@@ -18,7 +18,7 @@ from pygraph_train.optimizers.program import UNSCALED, UpdateProgram
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.memory import local_tensor
 
 __all__ = ["OptimizerGraph"]
 

@@ -29,8 +29,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import borrow_memory, copy_all
-from pygraph_train.torch_private.sharding import local_tensors
+from pygraph_train.torch_private.memory import borrower, copy_all, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]
@@ -247,8 +246,7 @@ class OptimizerPhase:
             return None
         preparation.settle(self._engine)
         gradients = list(map(_grad, parameters))
-        stand_in = _copy if buffers else borrow_memory
-        stand_ins = [None if g is None else stand_in(g) for g in gradients]
+        stand_ins = [None if g is None else _copy(g) if buffers else borrower(g)() for g in gradients]
         put_back = self._program.scaling.notes()
         numbers = preparation.live_numbers(self._engine)
         try:

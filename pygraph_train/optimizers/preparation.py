@@ -41,17 +41,15 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.memory import is_alone
+from pygraph_train.torch_private.memory import is_alone, local_tensor, local_tensors
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     fused_adagrad_on_cuda,
-    optimizer_private_attributes,
     optimizer_step_hook_tables,
     optimizer_step_override,
-    restore_optimizer_private_attributes,
+    private_attributes_of,
     set_step_supports_amp_scaling,
 )
-from pygraph_train.torch_private.sharding import local_tensor, local_tensors
 
 __all__ = ["OptimizerPreparation"]
 
@@ -124,7 +122,7 @@ class OptimizerPreparation:
         ]
         if self._class not in CAPTURABLE:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._private = optimizer_private_attributes(optimizer)
+        self._put_attributes_back = private_attributes_of(optimizer)
         self._note_homes()
         self._make_rates()
 
@@ -325,7 +323,7 @@ class OptimizerPreparation:
             else:
                 group[key] = value
         if self._class is not None:
-            restore_optimizer_private_attributes(self._optimizer, self._private)
+            self._put_attributes_back()
 
     def sync(self) -> None:
         """Do in Python what a replayed `step()` has to have done: learning rates that changed are copied into their

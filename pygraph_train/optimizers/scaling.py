@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import (
-    put_scaler_notes_back,
     scaler_notes,
     scaler_tensors,
     scaler_unscaled,
@@ -103,9 +101,7 @@ class Scaling:
         Returns:
             What puts that back, after a capture or a trial: they are no steps.
         """
-        if self._scaler is None:
-            return lambda: None
-        return functools.partial(put_scaler_notes_back, self._scaler, scaler_notes(self._scaler))
+        return (lambda: None) if self._scaler is None else scaler_notes(self._scaler)
 
     def tensors(self) -> list[Tensor]:
         """What an update writes: scale and growth counter, once they are on the device."""

@@ -6,15 +6,16 @@ it gives to other processes before a forward are inputs of that forward's graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.distributed import begin_forward, end_forward
-from pygraph_train.torch_private.sharding import sharded_states, wrapped_by_fsdp1
+from pygraph_train.torch_private.distributed import around_forward
 
 __all__ = ["Replicas", "Replication", "replication_of"]
 
@@ -78,12 +79,9 @@ class Replicas(Replication):
         """See `Replication.exchanges`: only with an update, and not inside of `no_sync()`."""
         return update and self._wrapper.require_backward_grad_sync
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> AbstractContextManager[None]:
         """See `Replication.around`."""
-        begin_forward(self._wrapper)
-        yield
-        end_forward(self._wrapper)
+        return around_forward(self._wrapper)
 
 
 class _Shards(Replication):
@@ -100,9 +98,11 @@ class _Shards(Replication):
 
 def replication_of(model: nn.Module) -> Replication:
     """How this model is shared with other processes."""
-    if wrapped_by_fsdp1(model):
-        return _Shards("FullyShardedDataParallel")
-    if sharded_states(model):
-        return _Shards("FSDP")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            return _Shards("FullyShardedDataParallel")
+        if isinstance(module, fsdp.FSDPModule):
+            return _Shards("FSDP")
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)

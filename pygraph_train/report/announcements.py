@@ -7,7 +7,7 @@ import logging
 
 from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
-from pygraph_train.torch_private.names import GRAPHS, lacking
+from pygraph_train.torch_private.names import lacking
 
 __all__ = [
     "FORWARD_IS_OFF",
@@ -31,13 +31,13 @@ def switched_off() -> str | None:
     """Why nothing in this process has graphs, whatever the options say. None where something may have some."""
     if disabled_by_environment():
         return _DISABLED
-    problem = arranged(lambda: lacking(GRAPHS))
+    problem = arranged(lacking)
     return None if problem is None else str(problem)
 
 
 def graphs_are_off(instead: str) -> str:
     """The note in a report of training without graphs."""
-    problem = lacking(GRAPHS)
+    problem = lacking()
     return f"graphs are off: {instead}" if problem is None else str(problem)
 
 
@@ -56,7 +56,7 @@ def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -
     """
     if disabled_by_environment():
         tell_once(_DISABLED)
-    elif config.engine != "off" and lacking(GRAPHS) is None:  # which says so itself
+    elif config.engine != "off" and lacking() is None:  # which says so itself
         tell_once(why)
         return why
     return None

@@ -16,7 +16,7 @@ from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.by_hand import StepsByHand
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.step.transfer import Transfer
-from pygraph_train.torch_private.stock_dynamo import break_graph, left_to_python
+from pygraph_train.torch_private.stock_dynamo import break_graph, untraced
 from pygraph_train.trees import map_leaves
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class GraphedStep(LossSteps):
         )
         super().__init__(program, self._config, engine)
 
-    @left_to_python
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step, optimizer included.
 
@@ -116,7 +116,7 @@ class GraphedStep(LossSteps):
             return self._make_plainly(args, kwargs, update=True)
         return self._step(args, kwargs, update=True)
 
-    @left_to_python
+    @untraced
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of a micro-batch, and add up its gradients. The next `step(...)` updates.
 

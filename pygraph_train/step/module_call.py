@@ -15,7 +15,7 @@ from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 from pygraph_train.step.outside import around_the_step, uninitialized
-from pygraph_train.torch_private.autograd import is_transformed
+from pygraph_train.torch_private.phases import is_transformed
 from pygraph_train.torch_private.stock_dynamo import (
     CompiledModule,
     call_impl,

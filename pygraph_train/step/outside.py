@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.autograd import detects_anomalies
-from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
-from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
+from pygraph_train.torch_private.switches import (
+    function_modes,
+    has_hooks_on_all_modules,
+    is_dispatch_watched,
+    saved_tensors_hooks_active,
+)
 
 __all__ = ["around_the_step", "uninitialized", "what_watches"]
 
@@ -35,16 +39,16 @@ def what_watches() -> Problem | None:
         return _SAVED_TENSORS_HOOKS
     if is_dispatch_watched():
         return _DISPATCH_MODE
-    if is_function_watched() and function_modes():
+    if function_modes():
         return _FUNCTION_MODE
     return None
 
 
 def around_the_step() -> Iterator[Problem]:
     """Everything that is active now, and of which a replay would show nothing. Hot path."""
-    if detects_anomalies():
+    if torch.is_anomaly_enabled():
         yield _ANOMALY
-    if any(global_module_hook_tables()):
+    if has_hooks_on_all_modules():
         yield _GLOBAL_HOOK
     if (watcher := what_watches()) is not None:
         yield watcher

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from pygraph_train.torch_private.names import TorchDispatchMode
+from pygraph_train.torch_private.dispatch import TorchDispatchMode
+from pygraph_train.torch_private.names import private
 
 __all__ = [
     "abandon_pool",
@@ -41,9 +42,8 @@ def allocating_in(device: int, pool: tuple[int, int]) -> Iterator[None]:
         torch._C._cuda_releasePool(device, pool)
 
 
-def clear_cublas_workspaces() -> None:
-    """Free cuBLAS workspaces of all streams; the next product allocates its own (torch 2.11, 2.13)."""
-    torch._C._cuda_clearCublasWorkspaces()
+clear_cublas_workspaces: Callable[[], None] = private("torch._C._cuda_clearCublasWorkspaces")
+"""Free cuBLAS workspaces of all streams; the next product allocates its own. (2.11, 2.13)"""
 
 
 def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:

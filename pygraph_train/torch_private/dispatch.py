@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_train.torch_private.names import FakeTensor, TorchDispatchMode, private
+from pygraph_train.torch_private.names import private
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 __all__ = [
     "FakeTensor",
-    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
     "below_autograd",
     "has_no_memory",
-    "is_operator",
     "no_torch_function",
-    "packet_name",
     "returns_argument",
     "writes_arguments",
     "written_arguments",
@@ -29,12 +31,8 @@ __all__ = [
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(keys),
-    ):
+    autocast_off = torch.autocast("cpu", enabled=False)
+    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), autocast_off:
         yield
 
 
@@ -43,23 +41,14 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
-OpOverload = private("torch._ops.OpOverload")
-HigherOrderOperator = private("torch._ops.HigherOrderOperator")
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
+"""The class of tensors that have a shape and no values. (2.11 to 2.15)"""
 
+OpOverload: Any = private("torch._ops.OpOverload")
+"""The class of ordinary operators, as dispatch modes get them beside higher-order ones. (2.11 to 2.15)"""
 
-def packet_name(func: torch._ops.OpOverload) -> str:
-    """The name of an operator without its namespace and overload (torch 2.11, 2.13)."""
-    return func._schema.name.partition("::")[2]
-
-
-def no_torch_function() -> AbstractContextManager[None]:
-    """Calls inside are not shown to `TorchFunctionMode`s and `__torch_function__` (torch 2.13)."""
-    return torch._C.DisableTorchFunction()
-
-
-def is_operator(func: object) -> bool:
-    """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
-    return isinstance(func, torch._ops.OpOverload)
+no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
+"""Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""
 
 
 def written_arguments(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:

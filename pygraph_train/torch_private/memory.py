@@ -1,4 +1,4 @@
-"""Private APIs of tensors and their storages: identity, holders, layout."""
+"""Private APIs of tensors and their storages: identity, holders, layout, parts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from pygraph_train.torch_private.names import private
 
 __all__ = [
-    "borrow_memory",
     "borrower",
     "copy_all",
     "is_alone",
     "keep_versions",
+    "local_tensor",
+    "local_tensors",
     "storage_key",
     "storage_use_count",
     "tensor_version",
@@ -54,11 +55,6 @@ def _holders(tensor: torch.Tensor) -> int:
     return storage_use_count(storage_key(tensor.untyped_storage()))
 
 
-def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that does not own it. (2.11, 2.13)"""
-    return borrower(tensor)()
-
-
 def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes tensors over the same memory that do not own it, also when this one is gone. (2.11, 2.13)"""
     storage, device, dtype = tensor.untyped_storage(), tensor.device, tensor.dtype
@@ -70,3 +66,17 @@ def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return torch.empty(0, dtype=dtype, device=device).set_(borrowed, *place)
 
     return borrow
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """As `local_tensor`, of each. Hot path."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [local_tensor(t) for t in tensors]

@@ -1,37 +1,30 @@
-"""The private names of torch that the library uses: what for, and what is off where this torch lacks one.
+"""The private names of torch that the library uses: what for, and what happens where this torch lacks one.
 
-No missing name raises: a feature asks `lacking` before it begins. A name that a class or a constant of this package
-needs at import is read with `private`.
+No missing name raises: where one is missing that all graphs need, `lacking` says so before anything has a graph. A name
+that a class or a constant of this package needs at import is read with `private`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from pygraph_train.problems import Problem, PyGraphError
 
 __all__ = [
-    "EXPLAINED",
     "GRAPHS",
     "GROWING",
     "NAMES",
-    "PROCESSES",
     "TRIED",
-    "FakeTensor",
-    "Feature",
     "MissingName",
     "Names",
-    "TorchDispatchMode",
-    "is_newer_than_tried",
     "lacking",
-    "lacks",
     "private",
     "tell_if_newer",
     "what_is_off",
@@ -42,28 +35,8 @@ _log = logging.getLogger("pygraph_train")
 TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the library was tried with, the newest one last. pyproject.toml has the same bounds."""
 
-
-@dataclass(frozen=True)
-class Feature:
-    """What a missing name switches off.
-
-    Attributes:
-        what: it is.
-        instead: what happens without it.
-        works: the versions of torch that it was seen to work with.
-    """
-
-    what: str
-    instead: str
-    works: tuple[str, ...] = TRIED
-
-
-GRAPHS = Feature("graphs", "training runs as you wrote it")
-PROCESSES = Feature("emulated graphs of several processes", "such steps run as you wrote them")
-GROWING = Feature(
-    "graphs of steps that append to lists", "forward and backward of such steps run as you wrote them"
-)
-EXPLAINED = Feature("explanations", "they name fewer lines")
+GRAPHS = "training runs as you wrote it"
+GROWING = "forward and backward of such steps run as you wrote them"
 
 
 @dataclass(frozen=True)
@@ -72,13 +45,13 @@ class Names:
 
     Attributes:
         purpose: what they are for.
-        off: what is off without one of them.
+        instead: what happens without one of them: `GRAPHS` where no graph can do without it.
         names: each module of torch, a colon, and what is needed of it.
         cuda: whether builds of torch without CUDA lack them, and need none.
     """
 
     purpose: str
-    off: Feature
+    instead: str
     names: str
     cuda: bool = False
 
@@ -86,50 +59,37 @@ class Names:
         """Those that this torch lacks."""
         if self.cuda and torch.version.cuda is None:
             return []
-        return [f"{module}.{name}" for module, name in self._split() if _find(module, name) is _ABSENT]
+        return [name for name in self if _find(name) is _ABSENT]
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{module}.{name}" for module, name in self._split())
-
-    def _split(self) -> Iterator[tuple[str, str]]:
         module = ""
         for word in self.names.split():
             if word.endswith(":"):
                 module = word[:-1]
             else:
-                yield module, word
+                yield f"{module}.{word}"
 
 
 _ABSENT = object()
 
 
-def _find(module: str, name: str) -> Any:
+def _find(name: str) -> Any:
     try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except Exception:  # a module of torch may fail in its own ways
         return _ABSENT
-    return found
 
 
 class MissingName(PyGraphError):
-    """Code of the library has used a private name that this torch lacks.
-
-    Attributes:
-        problem: says so.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
+    """Code of the library has used a private name that this torch lacks."""
 
 
 class _Missing(type):
     """The class of stand-ins for missing names: to use one raises MissingName, to derive a class from one does not."""
 
     def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
-        raise MissingName(lacks(next(c.__name__ for c in cls.__mro__ if c.__name__.startswith("torch."))))
+        name = next(c.__name__ for c in cls.__mro__ if c.__name__.startswith("torch."))
+        raise MissingName(str(_lacks(name)))
 
     __call__ = __instancecheck__ = __subclasscheck__ = _refuse
 
@@ -141,60 +101,52 @@ class _Missing(type):
 
 def private(name: str) -> Any:
     """The object of that name, as `torch._C._storage_Use_Count`, or a stand-in where this torch has none."""
-    _, _, path = name.partition(".")
-    found = _find("torch", path)
-    if found is _ABSENT:
-        module, _, last = name.rpartition(".")
-        found = _find(module, last)
+    found = _find(name)
     return _Missing(name, (), {}) if found is _ABSENT else found
 
 
-def lacks(what: str, off: Feature = GRAPHS) -> Problem:
-    """The sentence for a feature that is off because this torch lacks something."""
-    reason = f"torch {torch.__version__} lacks {what}, which {off.what} need, so {off.instead}"
-    return Problem(reason, fix=f"torch {', '.join(off.works)} have it")
+def _lacks(what: str) -> Problem:
+    reason = f"torch {torch.__version__} lacks {what}, which graphs need, so {GRAPHS}"
+    return Problem(reason, fix=f"torch {', '.join(TRIED)} have it")
 
 
 @functools.cache
-def lacking(off: Feature) -> Problem | None:
-    """Why this torch cannot have a feature, None where it has every name that this needs.
+def lacking() -> Problem | None:
+    """Why this torch cannot have graphs, None where it has every name that they need.
 
     Looks once in a process, and logs what it finds.
     """
-    missing = [name for names in NAMES if names.off is off for name in names.missing()]
+    missing = [name for names in NAMES if names.instead == GRAPHS for name in names.missing()]
     if not missing:
         return None
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    problem = lacks(f"{missing[0]}{more}", off)
+    problem = _lacks(f"{missing[0]}{more}")
     _log.warning("pygraph: %s", problem)
     return problem
 
 
-def is_newer_than_tried(version: str) -> bool:
-    """Whether a torch is of a minor version that the library was not tried with."""
-    return _minor(version) > _minor(TRIED[-1])
-
-
-def _minor(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:2]]
+def _is_newer_than_tried() -> bool:
+    """Whether this torch is of a minor version that the library was not tried with."""
+    here, newest = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, TRIED[-1]))
+    return here > newest
 
 
 def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
     missing = [(names, name) for names in NAMES for name in names.missing()]
-    told = [f"torch lacks {name} ({names.purpose}), so {names.off.instead}." for names, name in missing]
-    if is_newer_than_tried(torch.__version__):
+    told = [f"torch lacks {name} ({names.purpose}), so {names.instead}." for names, name in missing]
+    if _is_newer_than_tried():
         told.append(
             f"Nobody knows what works here: torch {torch.__version__} is newer than {TRIED[-1]}, the newest that "
             "pygraph-train was tried with."
         )
-    return told, all(names.off is not GRAPHS for names, _ in missing)
+    return told, all(names.instead != GRAPHS for names, _ in missing)
 
 
 @functools.cache
 def tell_if_newer() -> None:
     """Log a line where this torch is newer than every one that the library was tried with, once in a process."""
-    if is_newer_than_tried(torch.__version__):
+    if _is_newer_than_tried():
         told = "pygraph: torch %s is newer than every version that pygraph-train was tried with (%s to %s)"
         _log.warning(told, torch.__version__, TRIED[0], TRIED[-1])
 
@@ -213,8 +165,7 @@ NAMES = (
         "operators as the emulated engine and dispatch modes see them",
         GRAPHS,
         """
-        torch._C: DisableTorchFunction DispatchKey.AutocastCPU DispatchKeySet
-            _AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard _set_grad_enabled
+        torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _set_grad_enabled
         torch._ops: HigherOrderOperator OpOverload
         torch._subclasses.fake_tensor: FakeTensor
         torch.utils._python_dispatch: TorchDispatchMode
@@ -225,13 +176,12 @@ NAMES = (
         GRAPHS,
         """
         torch: _foreach_add_
-        torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy set_eval_frame
+        torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
         torch._dynamo: OptimizedModule config.patch graph_break lookup_backend
         torch._dynamo.callback: callback_handler.register_start_callback
             callback_handler.start_callbacks
         torch._dynamo.compiled_autograd: compiled_autograd_enabled
         torch._dynamo.config: compiled_autograd ignore_logging_functions
-        torch._dynamo.eval_frame: skip_code
         torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
         torch._dynamo.variables: TensorVariable.method_requires_grad_
         torch._functorch.config: patch
@@ -250,8 +200,7 @@ NAMES = (
         torch.autograd.forward_ad: _current_level
         torch.nn: Module._call_impl Module._compiled_call_impl
         torch.nn.parallel: DistributedDataParallel._active_ddp_module
-        torch.nn.modules.module: _global_backward_hooks _global_backward_pre_hooks
-            _global_forward_hooks _global_forward_pre_hooks
+        torch.nn.modules.module: _has_any_global_hook
         torch.optim.optimizer: _global_optimizer_post_hooks _global_optimizer_pre_hooks
         torch.utils._device: DeviceContext
         """,
@@ -268,11 +217,8 @@ NAMES = (
     ),
     Names(
         "collectives on the emulated engine",
-        PROCESSES,
-        """
-        torch._C._distributed_c10d: _create_work_from_future
-        torch.ops: _c10d_functional.wait_tensor
-        """,
+        "such steps run as you wrote them",
+        "torch.ops: _c10d_functional.wait_tensor",
     ),
     Names(
         "lists that grow from step to step",
@@ -286,17 +232,10 @@ NAMES = (
     ),
     Names(
         "what Dynamo tells of its traces",
-        EXPLAINED,
+        "explanations name fewer lines",
         """
         torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids
         torch._dynamo.utils: get_compilation_metrics
         """,
     ),
 )
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-else:
-    FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
-    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")

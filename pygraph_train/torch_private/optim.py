@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from pygraph_train.torch_private.packages import layers_of
-
 __all__ = [
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
-    "optimizer_private_attributes",
     "optimizer_step_hook_tables",
     "optimizer_step_override",
-    "put_scaler_notes_back",
-    "restore_optimizer_private_attributes",
+    "private_attributes_of",
     "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
@@ -59,7 +55,23 @@ def _is_put_over(kind: Any, of_class: Any, called: Any) -> bool:
     owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
     if owner.__module__.partition(".")[0] != "torch":  # an optimizer of somebody else has a step of its own
         return called is not of_class
-    return any(package != "torch" for _, package in layers_of(called))
+    return any(package != "torch" for package in _packages_of(called))
+
+
+def _packages_of(function: Any) -> Iterator[str]:
+    """The packages of the code of a function and of those that it wraps.
+
+    `torch.no_grad()` around a function is code of torch, with the function in it.
+    """
+    function = getattr(function, "__func__", function)
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+        yield str(module).partition(".")[0]
+        function = getattr(function, "__wrapped__", None) or getattr(
+            function, "_torchdynamo_orig_callable", None
+        )
 
 
 def count_optimizer_step(optimizer: Any) -> None:
@@ -69,21 +81,17 @@ def count_optimizer_step(optimizer: Any) -> None:
         optimizer._opt_called = True
 
 
-_OPTIMIZER_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+def private_attributes_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Note the optimizer's attributes that fused steps set or need. Each call puts them back (torch 2.11, 2.13)."""
+    names = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
+    saved = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
 
-
-def optimizer_private_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's attributes that fused steps set or need, as they are now (torch 2.11, 2.13)."""
-    return {name: vars(optimizer)[name] for name in _OPTIMIZER_ATTRIBUTES if name in vars(optimizer)}
-
-
-def restore_optimizer_private_attributes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo changes since `optimizer_private_attributes` (torch 2.11, 2.13)."""
-    for name in _OPTIMIZER_ATTRIBUTES:
-        if name in saved:
-            setattr(optimizer, name, saved[name])
-        else:
+    def put_back() -> None:
+        for name in names - saved.keys():
             vars(optimizer).pop(name, None)
+        vars(optimizer).update(saved)
+
+    return put_back
 
 
 def step_supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
@@ -104,28 +112,26 @@ def fused_adagrad_on_cuda() -> bool:
     return step_supports_amp_scaling(optimizer)
 
 
-def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """A copy of what a scaler that is enabled knows of each optimizer in the present step (torch 2.11, 2.13)."""
-    states = scaler._per_optimizer_states.items()
-    return {
+def scaler_notes(scaler: torch.amp.GradScaler) -> Callable[[], None]:
+    """Note what a scaler that is enabled knows of each optimizer. The call puts that back (torch 2.11, 2.13)."""
+    notes = {
         owner: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
-        for owner, state in states
+        for owner, state in scaler._per_optimizer_states.items()
     }
 
+    def put_back() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update(notes)
 
-def put_scaler_notes_back(scaler: torch.amp.GradScaler, notes: dict[int, dict[str, Any]]) -> None:
-    """Let the scaler know what it knew when it gave `scaler_notes` (torch 2.11, 2.13)."""
-    scaler._per_optimizer_states.clear()
-    scaler._per_optimizer_states.update(notes)
+    return put_back
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
-    """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
-    tensors = (scaler._scale, scaler._growth_tracker) if scaler.is_enabled() else ()
-    return [t for t in tensors if t is not None]
+    """Scale and growth counter of one that is enabled on the device, once they exist (torch 2.11, 2.13)."""
+    return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]
 
 
 def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this optimizer's gradients were unscaled in the present step. (2.11, 2.13)"""
-    state = scaler._per_optimizer_states.get(id(optimizer)) if scaler.is_enabled() else None
+    """Whether one that is enabled has unscaled this optimizer's gradients in the present step. (2.11, 2.13)"""
+    state = scaler._per_optimizer_states.get(id(optimizer))
     return bool(state and state["found_inf_per_device"])

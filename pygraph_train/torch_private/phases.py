@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pygraph_train.torch_private.names import private
 
@@ -19,10 +20,13 @@ __all__ = [
     "at_end_of_backward",
     "aten",
     "autocast_now",
+    "backward_keeps_graph",
+    "compiled_autograd_wanted",
     "hooks_of",
     "inductor",
     "is_asked_for",
     "is_static",
+    "is_transformed",
     "present_backward",
     "reaches",
     "restoring_modes",
@@ -37,14 +41,41 @@ hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 accumulation_hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """Hooks that run when a leaf has got its gradient; None or empty without any. (2.11 to 2.15)"""
 
-
 set_grad_mode: Callable[[bool], None] = private("torch._C._set_grad_enabled")
 """What graphs of Dynamo call where a step switches gradients off and on. (2.11 to 2.15)"""
 
+add_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = private("torch._foreach_add_")
+"""Add to each of these in place. (2.11 to 2.15)"""
 
-def add_all(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-    """Add to each of these in place. (2.11 to 2.15)"""
-    torch._foreach_add_(list(sums), list(more))
+backward_keeps_graph: Callable[[], bool] = private("torch._C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
+
+present_backward: Callable[[], int] = private("torch._C._current_graph_task_id")
+"""What tells the backward that runs in this thread from others; -1 where none does. (2.11 to 2.15)"""
+
+
+def is_transformed() -> bool:
+    """Whether operations are for something else than training now. (2.11, 2.13)
+
+    Transforms of `torch.func`, derivatives in forward mode, and `torch.jit.trace` take the operations of eager kernels.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def compiled_autograd_wanted() -> bool:
+    """Whether backwards of what is compiled now will be traced. (2.11 to 2.15)"""
+    import torch._dynamo.config as config
+
+    return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the present backward has ended without an exception. (2.11 to 2.15)"""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,11 +109,6 @@ def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return running
-
-
-def present_backward() -> int:
-    """What tells the backward that runs in this thread from others; -1 where none does. (2.11 to 2.15)"""
-    return int(torch._C._current_graph_task_id())
 
 
 def accumulation_of(leaf: Tensor) -> Any:
@@ -120,11 +146,6 @@ def is_asked_for(tensor: Tensor) -> bool:
 def autocast_now(device: str) -> torch.dtype | None:
     """What operations of this kind of device compute in under the present autocast, None without one."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` called when the present backward has ended without an exception. (2.11 to 2.15)"""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def is_static(tensor: Tensor) -> bool:

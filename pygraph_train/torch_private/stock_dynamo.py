@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 import types
@@ -29,13 +30,14 @@ __all__ = [
     "call_impl",
     "call_of",
     "compiled_by_user",
-    "left_to_python",
+    "end_of",
     "left_untraced",
+    "looking",
     "set_call_of",
+    "traced_again",
     "traces",
     "traces_of_others",
     "untraced",
-    "without_advice",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,27 +59,14 @@ _SETTINGS: dict[str, Any] = {
 
 
 def untraced(fn: F) -> F:
-    """`fn`, so that Dynamo traces neither it nor what it calls: autograd calls it from frames that are traced.
+    """`fn`, which autograd or traced frames call: Dynamo traces neither it nor what it calls. (2.11 to 2.15)
 
-    `torch.compiler.disable` does the same, and takes the host longer. (2.11 to 2.15)
+    `torch.compiler.disable` does the same, and takes the host longer.
     """
-
-    @functools.wraps(fn)
-    def outside(*args: Any) -> Any:
-        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
-        try:
-            return fn(*args)
-        finally:
-            torch._C._dynamo.eval_frame.set_eval_frame(before)
-
-    _wrappers.add(outside.__code__)  # type: ignore[attr-defined]
-    return outside  # type: ignore[return-value]
-
-
-def left_to_python(method: F) -> F:
-    """`method`, which is called by traced frames: Dynamo traces neither it nor what it calls. (2.11 to 2.15)"""
-    _left.add(method.__code__)  # type: ignore[attr-defined]
-    return method
+    _left.append(fn.__code__)  # type: ignore[attr-defined]
+    if "torch._dynamo" in sys.modules:
+        quietly(_tell_dynamo)
+    return fn
 
 
 def break_graph() -> None:
@@ -85,21 +74,17 @@ def break_graph() -> None:
     torch._dynamo.graph_break()
 
 
-_wrappers: set[types.CodeType] = set()
-_left: set[types.CodeType] = set()
+_left: list[types.CodeType] = []
 
 
-@functools.cache
 def _tell_dynamo() -> None:
     """Have Dynamo leave all of these to Python, before anything is compiled: its import takes a second."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
-    for code in _wrappers:
-        skip_code(code)
     for code in (*_left, *_of_metrics()):
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    _left.clear()
 
 
 _METHODS_OF_METRICS = {
@@ -180,7 +165,7 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         _here.settings = changes
-        quietly(lambda: changes.enter_context(without_advice()))
+        quietly(lambda: changes.enter_context(_without_advice()))
         quietly(lambda: changes.enter_context(_not_capturable()))
         quietly(lambda: changes.enter_context(_inner_leaves()))
         quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
@@ -247,7 +232,7 @@ _LOGGERS = (
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def _without_advice() -> Iterator[None]:
     """Around a trace: Dynamo tells a loop that never asked for it neither of graph breaks nor of operations that fail.
 
     Who asks for its logs gets all of them.
@@ -263,6 +248,53 @@ def without_advice() -> Iterator[None]:
         finally:
             for log, disabled in zip(loggers, before, strict=True):
                 log.disabled = disabled
+
+
+def end_of(gm: torch.fx.GraphModule) -> tuple[str, list[tuple[str, int]]] | None:
+    """Why a graph ends before its function does, and file and line of each frame there, the innermost last.
+
+    To be asked inside a backend, with the graph that it is given. None where the function ends. (2.11 to 2.15)
+    """
+    end = getattr(gm, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break:
+        return None
+    return end.reason, [(frame.filename, frame.lineno) for frame in end.user_stack]
+
+
+def traced_again() -> tuple[str, str | None] | None:
+    """The condition that has failed when Dynamo has last traced something anew, and `file:line` of what it is of.
+
+    None where nothing is known of it. (2.11 to 2.15)
+    """
+    for traced in reversed(torch._dynamo.utils.get_compilation_metrics()):
+        if traced.recompile_reason:
+            condition, *of = re.split(r"\s+# ", traced.recompile_reason.splitlines()[0].partition(": ")[2])
+            place = re.match(r"(\S+):(\d+) in ", of[-1]) if of else None
+            if place is None or not str(traced.co_filename).endswith(place.group(1)):
+                return condition, None
+            return condition, f"{traced.co_filename}:{place.group(2)}"
+    return None
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Context: Dynamo gives no advice, and what it compiles of new functions is forgotten in the end. (2.11 to 2.15)
+
+    The garbage collection does not see compiled code: where it holds what holds it, nothing is ever freed.
+    """
+    from torch._dynamo.convert_frame import input_codes
+
+    before = set(input_codes.seen_ids)
+    try:
+        with _without_advice():
+            yield
+    finally:
+        codes = [c for seen in input_codes.seen if (c := seen()) is not None and id(c) not in before]
+        ids = set(map(id, codes))
+        input_codes.seen[:] = [seen for seen in input_codes.seen if id(seen()) not in ids]
+        input_codes.seen_ids -= ids
+        for code in codes:
+            torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _listen() -> None:
@@ -366,7 +398,7 @@ class CompiledModule(CompiledFunction):
         super().__init__(_traced_call, backend, **options)
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        weakref.finalize(self, _forget, fn.__code__).atexit = False
+        weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, fn.__code__).atexit = False
         return super()._compile(fn)
 
 
@@ -377,11 +409,6 @@ call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
 def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `call_impl`: Dynamo begins no trace in files of torch."""
     return module._call_impl(*args, **kwargs)
-
-
-def _forget(code: types.CodeType) -> None:
-    """Release what Dynamo holds for a code object. (2.11 to 2.15)"""
-    torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""Global switches of torch that decide which kernels run, and modes that see every operation. (2.11, 2.13)"""
+"""Global switches of torch that decide which kernels run, and modes and hooks that see what runs. (2.11, 2.13)"""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pygraph_train.torch_private.names import private
 
 __all__ = [
     "function_modes",
+    "has_hooks_on_all_modules",
     "is_dispatch_watched",
-    "is_function_watched",
     "kernel_switches",
+    "saved_tensors_hooks_active",
 ]
 
 _NAMES = (
@@ -47,13 +48,24 @@ def kernel_switches() -> tuple[Any, ...]:
 is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
 """Number of `TorchDispatchMode`s of this thread: they see every operation, and none of a replay."""
 
-is_function_watched: Callable[[], int] = private("torch._C._len_torch_function_stack")
-"""Number of `TorchFunctionMode`s of this thread."""
+_DeviceContext: Any = private("torch.utils._device.DeviceContext")
 
 
 def function_modes() -> list[Any]:
-    """Those modes, without the one that `torch.set_default_device` is."""
-    from torch.utils._device import DeviceContext
-
+    """The `TorchFunctionMode`s of this thread, without the one that `torch.set_default_device` is. Hot path."""
     modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-    return [mode for mode in modes if type(mode) is not DeviceContext]
+    return [mode for mode in modes if type(mode) is not _DeviceContext]
+
+
+has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._has_any_global_hook")
+"""Whether there are hooks that every module runs. (2.11 to 2.15)"""
+
+
+def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:
+    """Whether hooks get what is saved for a backward just now. (2.11 to 2.15) Hot path.
+
+    Args:
+        checkpoints: whether those of `torch.utils.checkpoint` count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and (checkpoints or hooks[0].__module__ != "torch.utils.checkpoint")

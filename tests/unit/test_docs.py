@@ -164,7 +164,7 @@ class Messages(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if _called(node) in ("Feature", "Names") or _of_python(node):
+        if _called(node) == "Names" or _of_python(node):
             return
         kept = node.args[1:2] if ast.unparse(node.func) == "log.log" else node.args[:1]
         for part in (node.func, *kept, *(k.value for k in node.keywords if k.arg != "fix")):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from ranks import alone_in_a_group
+from torch import distributed, nn
+from torch.distributed import _functional_collectives as functional_collectives
 
 from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError, Engine, Graph
@@ -527,3 +529,20 @@ def test_location_is_the_innermost_line_of_user_code() -> None:
         functools.reduce(lambda a, b: torch.mm(a, b), [X, X])
     # the innermost frame of ours is the lambda's, on the line of the call
     assert user_location(caught.tb) == f"{__file__}:{caught.traceback[0].lineno + 1}"
+
+
+def test_each_replay_sums_over_processes_and_no_capture_does(engine: EmulatedEngine) -> None:
+    values = torch.ones(3)
+
+    def double_sum() -> torch.Tensor:
+        return 2 * functional_collectives.all_reduce(values, "sum", distributed.group.WORLD)
+
+    with alone_in_a_group():
+        graph, result = engine.capture(double_sum)
+        for value in (4.0, 5.0):
+            values.fill_(value)
+            graph.replay()
+            assert result.tolist() == [2 * value] * 3
+        with pytest.raises(CaptureError, match=r"the collective c10d\.allreduce_"):
+            engine.capture(lambda: distributed.all_reduce(values))
+    assert values.tolist() == [5.0] * 3
