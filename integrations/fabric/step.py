@@ -222,11 +222,6 @@ class _FabricProgram(LossProgram):
     def backward(self, loss: Tensor) -> None:
         self._fabric.backward(loss)
 
-    @property
-    def clips(self) -> bool:
-        """See `StepProgram`."""
-        return self._clipping.on
-
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         if not self._clipping.on:
             return self.scaling.unscale(in_kernels=in_kernels)

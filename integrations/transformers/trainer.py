@@ -276,7 +276,6 @@ class _TrainerProgram:
         self._trainer = trainer
         self.scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
         self._preparation: OptimizerPreparation | None = None
-        self._norm: Tensor | None = None
         model = self.model
 
         def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
