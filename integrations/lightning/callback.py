@@ -35,7 +35,7 @@ from pygraph_train.integrations.lightning.hooks import (
     overridden,
     overrides,
 )
-from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Recorder
+from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
@@ -43,6 +43,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replicas, Replication, replication_of
 from pygraph_train.parallel.spread import Spread
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
@@ -444,9 +445,6 @@ class _LightningProgram:
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
 
-    def _recording(self) -> LogRecording:
-        return LogRecording(self.model, self._recorder)
-
     @contextmanager
     def running_through(self, call: Call) -> Iterator[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
@@ -460,10 +458,12 @@ class _LightningProgram:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._as_outside(), self._precision.train_step_context():
-                with self._recording() as recorder, self.replication.around():
+                recorder = self._recorder
+                recorder.records.clear()  # of a step that raised
+                with standing_in([(self.model, "log", recorder)]), self.replication.around():
                     output = call(self.function(), args, kwargs)
-                    records = list(recorder.records)
-                    recorder.records.clear()
+                records = list(recorder.records)
+                recorder.records.clear()
                 done(output)
                 for record in records:  # in the context as well: it sets the default dtype
                     self.model.log(record.name, record.value, *record.args, **record.kwargs)
