@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count, pass_over
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
     INSIDE_FORWARD_BACKWARD,
     INSIDE_UPDATE,
+    ON_EACH_BATCH,
     overridden,
     overrides,
 )
@@ -238,60 +237,45 @@ class _AutomaticStep:
         self._runner = runner
         self._step: StepOfPhases | None = None
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
-        self._rest: float = 0  # so many further batches are Lightning's alone
-        self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
         # torch's optimizers ask for the loss once, and first (LBFGS is refused)
         self._closure_is_known = type(trainer.optimizers[0]).__module__.startswith("torch.optim.")
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-        self._undo: list[Callable[[], None]] = []
+        self._patches = ExitStack()
 
     def attach(self) -> None:
-        self._loop.run = self.run  # type: ignore[method-assign]
-        self._undo.append(lambda: self._loop.__dict__.pop("run", None))
         precision = self._trainer.precision_plugin
         self._lightning_optimizer_step = precision.optimizer_step
-        precision.optimizer_step = self._optimizer_step  # type: ignore[method-assign, assignment]
-        self._undo.append(lambda: precision.__dict__.pop("optimizer_step", None))
-        self._undo.append(self._program.book.attach())
-        self._undo.append(overlapped_transfer(self._trainer))
+        ours = [(self._loop, "run", self.run), (precision, "optimizer_step", self._optimizer_step)]
+        self._patches.enter_context(standing_in(ours))
+        self._patches.callback(self._program.book.attach())
+        self._patches.callback(overlapped_transfer(self._trainer))
 
     def detach(self) -> None:
-        quietly(self._give_back, self._runner.close)
-
-    def _give_back(self) -> None:
-        while self._undo:
-            quietly(self._undo.pop())
+        quietly(self._patches.close, self._runner.close)
 
     def _let_go(self) -> None:
         """The library has failed too often: every further batch is Lightning's alone."""
         self._runner.close()
-        self._begin_rest(math.inf)
+        self._only_count()
 
     def _only_count(self) -> None:
         """No step can have a graph any more: Lightning makes them, and the report counts them."""
         self._program.book.ran()
-        self._give_back()
+        quietly(self._patches.close)
         self._step = None
-        given = (self._loop, self._runner, self._lightning_run, self._callback, self._idle)
-        self._undo.append(only_count(*given))
+        loop, fit_loop, run, runner = self._loop, self._trainer.fit_loop, self._lightning_run, self._runner
 
-    def _begin_rest(self, batches: float) -> None:
-        """So many batches from now on have no graph: Lightning makes them, and they are counted."""
-        if batches == math.inf:
-            return self._only_count()
-        if batches:
-            self._rest, self._step = batches, None
-            self._undo.append(pass_over(self._callback, self._idle))
+        def counted(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+            if not loop._skip_backward:
+                runner.count(not fit_loop._should_accumulate())
+            return run(optimizer, batch_idx, kwargs)
 
-    def _run_at_rest(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        self._rest -= 1
-        if not self._rest:
-            self._undo.pop()()
-        if not self._loop._skip_backward:
-            self._runner.count(not self._trainer.fit_loop._should_accumulate())
-        return self._lightning_run(optimizer, batch_idx, kwargs)
+        # Lightning measures the time of all hooks that can be called, and passes over those that are None
+        idle = [hook for hook in ON_EACH_BATCH if not overrides(self._callback, hook)]
+        ours = [(loop, "run", counted), *((self._callback, hook, None) for hook in idle)]
+        self._patches.enter_context(standing_in(ours))
 
     def _meet_callbacks(self) -> None:
         """Some came or went during training: what graphs hold was decided without them."""
@@ -311,8 +295,6 @@ class _AutomaticStep:
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
-        if self._rest:
-            return self._run_at_rest(optimizer, batch_idx, kwargs)
         return self._boundary.make(
             lambda: self._run(optimizer, batch_idx, kwargs),
             lambda: self._run_plainly(optimizer, batch_idx, kwargs),
@@ -369,7 +351,8 @@ class _AutomaticStep:
             quietly(self._program.book.replayed)
         else:
             self._program.book.ran()
-            self._begin_rest(self._runner.take_rest())
+            if self._runner.take_rest():
+                self._only_count()
         return output
 
     def _optimizer_step(

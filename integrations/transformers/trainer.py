@@ -131,7 +131,7 @@ class _WholeStep:
         self._report = StepReport()
         self._runner: PhaseRunner | None = None
         self._step: StepOfPhases | None = None
-        self._rest: float = 0  # so many further steps are the Trainer's alone
+        self._at_rest = False  # every further step is the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         self._boundary = Boundary(self._report.failed, self.close)
         problem = _not_whole(trainer)
@@ -163,8 +163,8 @@ class _WholeStep:
         self, runner: PhaseRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
         trainer, program = self._trainer, self._program
-        if self._rest:
-            self._rest, self._step = self._rest - 1, None
+        if self._at_rest:
+            self._step = None
             runner.count(trainer.accelerator.sync_gradients)
             return step(model, inputs)
         program.model.train()
@@ -198,7 +198,7 @@ class _WholeStep:
         """The step has ended, its update included."""
         step.finish()
         if not step.replayed:
-            self._rest = runner.take_rest()
+            self._at_rest = bool(runner.take_rest())
 
     def close(self) -> None:
         """Release all graphs and give the optimizer back."""
