@@ -40,7 +40,7 @@ from pygraph_train.integrations.lightning.package import Package, batches_left, 
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import Replicas, Replication, replication_of
+from pygraph_train.parallel.replication import replication_of
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
@@ -419,7 +419,7 @@ class _LightningProgram:
         self._trainer = trainer
         self._precision = trainer.precision_plugin
         self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
-        self.replication = _replication(trainer)
+        self.replication = replication_of(trainer.strategy.model or module)
         self.book = LogBook(trainer)
         self.boundary = Boundary()
         self._preparation: OptimizerPreparation | None = None
@@ -564,10 +564,12 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
         return Problem(
             f"the precision plugin {type(trainer.precision_plugin).__name__} is not one of Lightning's own"
         )
-    automatic = module.automatic_optimization
-    problem = _not_automatic(trainer, module, package) if automatic else _not_manual(trainer, package)
-    if problem is not None:
-        return problem
+    if module.automatic_optimization:
+        problem = _not_automatic(trainer, module, package)
+        if problem is not None:
+            return problem
+    elif type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
+        return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     if "training_step" in vars(module):
         return Problem(
             "training_step was replaced on the module object (torch.compile(module) does that)",
@@ -576,15 +578,6 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     if torch.is_anomaly_enabled() or trainer._detect_anomaly:
         return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
     return None
-
-
-def _replication(trainer: Trainer) -> Replication:
-    """How the Trainer shares its model with other processes."""
-    model = getattr(getattr(trainer, "strategy", None), "model", None)
-    if isinstance(model, DistributedDataParallel):
-        return Replicas(model)
-    module = getattr(trainer, "lightning_module", None)  # a Trainer of another package may lack both
-    return Replication() if module is None else replication_of(module)
 
 
 def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
@@ -601,13 +594,6 @@ def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) 
         return Problem("LBFGS computes the loss several times in one step")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
-    return None
-
-
-def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
-    """Why nothing of steps under manual optimization can be replayed."""
-    if type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
-        return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     return None
 
 
