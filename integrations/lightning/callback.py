@@ -40,8 +40,7 @@ from pygraph_train.integrations.lightning.package import Package, batches_left, 
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import replication_of
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import replication_of, why_not_spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, show, switched_off, tell_why_off
@@ -557,9 +556,9 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     strategy = type(trainer.strategy)
     shared = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
     shared |= strategy is package.model_parallel
-    spread = Spread(wrapper=None if strategy is package.single_device or shared else strategy.__name__)
-    if spread.problem is not None:
-        return spread.problem
+    problem = why_not_spread(None if strategy is package.single_device or shared else strategy.__name__)
+    if problem is not None:
+        return problem
     if type(trainer.precision_plugin) not in package.precisions:
         return Problem(
             f"the precision plugin {type(trainer.precision_plugin).__name__} is not one of Lightning's own"

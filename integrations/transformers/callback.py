@@ -15,7 +15,7 @@ from transformers.training_args import ParallelMode
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import show
 from pygraph_train.report.loop_report import LoopReport
@@ -173,6 +173,6 @@ def steps_left(state: Any) -> int:
 
 def unsupported(args: Any) -> Problem | None:
     """Why nothing of this training can be graphed."""
-    wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
-    replicated = args.parallel_mode == ParallelMode.DISTRIBUTED
-    return Spread(wrapper, processes=1 if replicated else args.world_size, devices=args.n_gpu).problem
+    several = args.world_size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED
+    over = "training on several devices" if several or args.n_gpu > 1 else None
+    return why_not_spread("DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else over)
