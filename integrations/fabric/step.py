@@ -222,9 +222,9 @@ class _FabricProgram(LossProgram):
     def backward(self, loss: Tensor) -> None:
         self._fabric.backward(loss)
 
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def transform_gradients(self) -> None:
         if not self._clipping.on:
-            return self.scaling.unscale(in_kernels=in_kernels)
+            return self.scaling.unscale(in_kernels=True)
         found = self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
         if found is not None and self.norm is not None:
             self.norm.copy_(found)

@@ -488,9 +488,9 @@ class _LightningProgram:
         with self._instead_of_training_step(training_step):
             yield
 
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def _whole_update(self) -> None:
         assert self.optimizer is not None
-        self.scaling.unscale(in_kernels=in_kernels)
+        self.scaling.unscale(in_kernels=True)
         # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
         Precision.clip_gradients(
             self._precision,
@@ -498,6 +498,7 @@ class _LightningProgram:
             self._trainer.gradient_clip_val or 0,
             self._trainer.gradient_clip_algorithm or "norm",  # type: ignore[arg-type]
         )
+        self.scaling.step()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
@@ -511,14 +512,7 @@ class _LightningProgram:
             precision._after_closure(self.model, optimizer)
         finally:
             precision.__dict__.pop("clip_gradients", None)
-        return self.update if clips else self._whole_update
-
-    def _whole_update(self) -> None:
-        self.transform_gradients()
-        self.update()
-
-    def update(self) -> None:
-        self.scaling.step()
+        return self.scaling.step if clips else self._whole_update
 
     def exchanges(self) -> bool:
         if self.replication.problem is None:

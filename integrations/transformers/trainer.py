@@ -26,7 +26,7 @@ from pygraph_train.boundary import (
 )
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
+from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
     add_metrics,
@@ -272,7 +272,6 @@ class _TrainerProgram:
         self.device = trainer.args.device
         self.scale = 1
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
-        self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
         self._trainer = trainer
         self.scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
         self._preparation: OptimizerPreparation | None = None
@@ -297,12 +296,6 @@ class _TrainerProgram:
 
     def backward(self, loss: Tensor) -> None:
         self._trainer.accelerator.backward(loss)
-
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        """The Trainer has clipped them."""
-
-    def update(self) -> None:
-        self._step()
 
     def exchanges(self) -> bool:
         return False  # Replicas have the same gradients

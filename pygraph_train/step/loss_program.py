@@ -288,7 +288,7 @@ class LossProgram:
     def backward(self, loss: Tensor) -> None:
         self.scaling.scale(loss).backward()
 
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def transform_gradients(self) -> None:
         if self.optimizer is None:
             return
         self.scaling.unscale()
