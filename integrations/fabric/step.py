@@ -21,8 +21,8 @@ from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.step.program import Call
-from pygraph_train.step.results import detached_results
 from pygraph_train.torch_private.optim import count_optimizer_step
+from pygraph_train.trees import detached_results
 
 __all__ = ["Clipping", "FabricStep"]
 

@@ -39,7 +39,7 @@ from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.results import detached_results
+from pygraph_train.trees import detached_results
 
 __all__ = ["LossProgram", "LossSteps"]
 
