@@ -15,7 +15,7 @@ from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.look import explained
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import nothing, standing_in
 from pygraph_train.step.loss_program import LossSteps
 
 __all__ = ["explain"]
@@ -90,13 +90,9 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         subject.program.by_hand = manual
     if subject.program.by_hand:
         stepped = _listed(subject.program.optimizer)
-        left_out = [(o, name, _nothing) for o in stepped for name in ("step", "zero_grad")]
+        left_out = [(o, name, nothing) for o in stepped for name in ("step", "zero_grad")]
         subject.context = lambda: standing_in(left_out)
     return subject
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a call that is left out."""
 
 
 def _listed(optimizer: Any) -> list[Any]:

@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["standing_in"]
+__all__ = ["nothing", "standing_in"]
 
 _MISSING = object()
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a call that is left out."""
 
 
 @contextmanager

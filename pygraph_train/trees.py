@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["leaves_of", "map_leaves", "tensors_in"]
+__all__ = ["detached_results", "leaves_of", "map_leaves", "tensors_in"]
 
 _LEAVES = (Tensor, str, bytes, bytearray, range)
 
@@ -76,6 +76,16 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The leaves of a tree that are tensors."""
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def detached_results(result: Any) -> Any:
+    """What a step has returned, with its tensors detached."""
+    if type(result) is Tensor:
+        return result.detach()
+    try:
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    except TypeError:  # a container that only its author can rebuild
+        return result
 
 
 def _is_dataclass(tree: Any) -> bool:

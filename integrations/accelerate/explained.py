@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import nothing, standing_in
 
 __all__ = ["subject_of_step"]
 
@@ -31,9 +31,6 @@ def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: di
 
     def no_norm(*_: Any, **__: Any) -> Tensor:
         return torch.zeros((), device=accelerator.device)
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
 
     def loss_of(*args: Any, **kwargs: Any) -> Any:
         fn(*args, **kwargs)

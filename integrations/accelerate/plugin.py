@@ -40,7 +40,7 @@ except ImportError as error:
 from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import tell_once
 from pygraph_train.report.loop_report import LoopReport
@@ -477,7 +477,7 @@ def _unsupported(accelerator: accelerate.Accelerator) -> Problem | None:
     """Why nothing of this Accelerator's training can be graphed."""
     kind = accelerator.distributed_type
     known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    spread = Spread(wrapper=None if kind in known or accelerator.is_fsdp2 else kind.value)
-    if spread.problem is None and accelerator.mixed_precision == "fp8":
+    problem = why_not_spread(None if kind in known or accelerator.is_fsdp2 else kind.value)
+    if problem is None and accelerator.mixed_precision == "fp8":
         return Problem("mixed_precision='fp8' is not supported yet: its steps run without graphs")
-    return spread.problem
+    return problem

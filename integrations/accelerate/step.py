@@ -10,7 +10,7 @@ from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.not_copied import NotCopied
-from pygraph_train.step.results import detached_results
+from pygraph_train.trees import detached_results
 
 __all__ = ["GraphedStepFunction"]
 

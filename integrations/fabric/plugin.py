@@ -27,7 +27,7 @@ from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.report.loop_report import LoopReport
@@ -371,7 +371,7 @@ def _check(fabric: Fabric, what: str, given: Any, kind: Any) -> None:
 def _unsupported(fabric: Fabric) -> Problem | None:
     """Why nothing of this Fabric's training can be graphed."""
     strategy = type(fabric.strategy)
-    problem = Spread(wrapper=None if strategy is SingleDeviceStrategy else strategy.__name__).problem
+    problem = why_not_spread(None if strategy is SingleDeviceStrategy else strategy.__name__)
     if problem is not None:
         return Problem(problem.reason, fix="Graphs need Fabric(devices=1)")
     if type(fabric.strategy.precision) not in _KNOWN_PRECISION:

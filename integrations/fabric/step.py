@@ -21,8 +21,8 @@ from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.step.program import Call
-from pygraph_train.step.results import detached_results
 from pygraph_train.torch_private.optim import count_optimizer_step
+from pygraph_train.trees import detached_results
 
 __all__ = ["Clipping", "FabricStep"]
 
@@ -222,14 +222,9 @@ class _FabricProgram(LossProgram):
     def backward(self, loss: Tensor) -> None:
         self._fabric.backward(loss)
 
-    @property
-    def clips(self) -> bool:
-        """See `StepProgram`."""
-        return self._clipping.on
-
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def transform_gradients(self) -> None:
         if not self._clipping.on:
-            return self.scaling.unscale(in_kernels=in_kernels)
+            return self.scaling.unscale(in_kernels=True)
         found = self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
         if found is not None and self.norm is not None:
             self.norm.copy_(found)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -27,22 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count, pass_over
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
     INSIDE_FORWARD_BACKWARD,
     INSIDE_UPDATE,
+    ON_EACH_BATCH,
     overridden,
     overrides,
 )
-from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Recorder
+from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import Replicas, Replication, replication_of
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import replication_of, why_not_spread
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
@@ -237,60 +236,45 @@ class _AutomaticStep:
         self._runner = runner
         self._step: StepOfPhases | None = None
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
-        self._rest: float = 0  # so many further batches are Lightning's alone
-        self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
         # torch's optimizers ask for the loss once, and first (LBFGS is refused)
         self._closure_is_known = type(trainer.optimizers[0]).__module__.startswith("torch.optim.")
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-        self._undo: list[Callable[[], None]] = []
+        self._patches = ExitStack()
 
     def attach(self) -> None:
-        self._loop.run = self.run  # type: ignore[method-assign]
-        self._undo.append(lambda: self._loop.__dict__.pop("run", None))
         precision = self._trainer.precision_plugin
         self._lightning_optimizer_step = precision.optimizer_step
-        precision.optimizer_step = self._optimizer_step  # type: ignore[method-assign, assignment]
-        self._undo.append(lambda: precision.__dict__.pop("optimizer_step", None))
-        self._undo.append(self._program.book.attach())
-        self._undo.append(overlapped_transfer(self._trainer))
+        ours = [(self._loop, "run", self.run), (precision, "optimizer_step", self._optimizer_step)]
+        self._patches.enter_context(standing_in(ours))
+        self._patches.callback(self._program.book.attach())
+        self._patches.callback(overlapped_transfer(self._trainer))
 
     def detach(self) -> None:
-        quietly(self._give_back, self._runner.close)
-
-    def _give_back(self) -> None:
-        while self._undo:
-            quietly(self._undo.pop())
+        quietly(self._patches.close, self._runner.close)
 
     def _let_go(self) -> None:
         """The library has failed too often: every further batch is Lightning's alone."""
         self._runner.close()
-        self._begin_rest(math.inf)
+        self._only_count()
 
     def _only_count(self) -> None:
         """No step can have a graph any more: Lightning makes them, and the report counts them."""
         self._program.book.ran()
-        self._give_back()
+        quietly(self._patches.close)
         self._step = None
-        given = (self._loop, self._runner, self._lightning_run, self._callback, self._idle)
-        self._undo.append(only_count(*given))
+        loop, fit_loop, run, runner = self._loop, self._trainer.fit_loop, self._lightning_run, self._runner
 
-    def _begin_rest(self, batches: float) -> None:
-        """So many batches from now on have no graph: Lightning makes them, and they are counted."""
-        if batches == math.inf:
-            return self._only_count()
-        if batches:
-            self._rest, self._step = batches, None
-            self._undo.append(pass_over(self._callback, self._idle))
+        def counted(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+            if not loop._skip_backward:
+                runner.count(not fit_loop._should_accumulate())
+            return run(optimizer, batch_idx, kwargs)
 
-    def _run_at_rest(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        self._rest -= 1
-        if not self._rest:
-            self._undo.pop()()
-        if not self._loop._skip_backward:
-            self._runner.count(not self._trainer.fit_loop._should_accumulate())
-        return self._lightning_run(optimizer, batch_idx, kwargs)
+        # Lightning measures the time of all hooks that can be called, and passes over those that are None
+        idle = [hook for hook in ON_EACH_BATCH if not overrides(self._callback, hook)]
+        ours = [(loop, "run", counted), *((self._callback, hook, None) for hook in idle)]
+        self._patches.enter_context(standing_in(ours))
 
     def _meet_callbacks(self) -> None:
         """Some came or went during training: what graphs hold was decided without them."""
@@ -310,8 +294,6 @@ class _AutomaticStep:
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
-        if self._rest:
-            return self._run_at_rest(optimizer, batch_idx, kwargs)
         return self._boundary.make(
             lambda: self._run(optimizer, batch_idx, kwargs),
             lambda: self._run_plainly(optimizer, batch_idx, kwargs),
@@ -368,7 +350,8 @@ class _AutomaticStep:
             quietly(self._program.book.replayed)
         else:
             self._program.book.ran()
-            self._begin_rest(self._runner.take_rest())
+            if self._runner.take_rest():
+                self._only_count()
         return output
 
     def _optimizer_step(
@@ -435,7 +418,7 @@ class _LightningProgram:
         self._trainer = trainer
         self._precision = trainer.precision_plugin
         self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
-        self.replication = _replication(trainer)
+        self.replication = replication_of(trainer.strategy.model or module)
         self.book = LogBook(trainer)
         self.boundary = Boundary()
         self._preparation: OptimizerPreparation | None = None
@@ -443,9 +426,6 @@ class _LightningProgram:
 
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
-
-    def _recording(self) -> LogRecording:
-        return LogRecording(self.model, self._recorder)
 
     @contextmanager
     def running_through(self, call: Call) -> Iterator[None]:
@@ -460,10 +440,12 @@ class _LightningProgram:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._as_outside(), self._precision.train_step_context():
-                with self._recording() as recorder, self.replication.around():
+                recorder = self._recorder
+                recorder.records.clear()  # of a step that raised
+                with standing_in([(self.model, "log", recorder)]), self.replication.around():
                     output = call(self.function(), args, kwargs)
-                    records = list(recorder.records)
-                    recorder.records.clear()
+                records = list(recorder.records)
+                recorder.records.clear()
                 done(output)
                 for record in records:  # in the context as well: it sets the default dtype
                     self.model.log(record.name, record.value, *record.args, **record.kwargs)
@@ -506,9 +488,9 @@ class _LightningProgram:
         with self._instead_of_training_step(training_step):
             yield
 
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def _whole_update(self) -> None:
         assert self.optimizer is not None
-        self.scaling.unscale(in_kernels=in_kernels)
+        self.scaling.unscale(in_kernels=True)
         # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
         Precision.clip_gradients(
             self._precision,
@@ -516,6 +498,7 @@ class _LightningProgram:
             self._trainer.gradient_clip_val or 0,
             self._trainer.gradient_clip_algorithm or "norm",  # type: ignore[arg-type]
         )
+        self.scaling.step()
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
@@ -529,14 +512,7 @@ class _LightningProgram:
             precision._after_closure(self.model, optimizer)
         finally:
             precision.__dict__.pop("clip_gradients", None)
-        return self.update if clips else self._whole_update
-
-    def _whole_update(self) -> None:
-        self.transform_gradients()
-        self.update()
-
-    def update(self) -> None:
-        self.scaling.step()
+        return self.scaling.step if clips else self._whole_update
 
     def exchanges(self) -> bool:
         if self.replication.problem is None:
@@ -574,17 +550,19 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     strategy = type(trainer.strategy)
     shared = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
     shared |= strategy is package.model_parallel
-    spread = Spread(wrapper=None if strategy is package.single_device or shared else strategy.__name__)
-    if spread.problem is not None:
-        return spread.problem
+    problem = why_not_spread(None if strategy is package.single_device or shared else strategy.__name__)
+    if problem is not None:
+        return problem
     if type(trainer.precision_plugin) not in package.precisions:
         return Problem(
             f"the precision plugin {type(trainer.precision_plugin).__name__} is not one of Lightning's own"
         )
-    automatic = module.automatic_optimization
-    problem = _not_automatic(trainer, module, package) if automatic else _not_manual(trainer, package)
-    if problem is not None:
-        return problem
+    if module.automatic_optimization:
+        problem = _not_automatic(trainer, module, package)
+        if problem is not None:
+            return problem
+    elif type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
+        return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     if "training_step" in vars(module):
         return Problem(
             "training_step was replaced on the module object (torch.compile(module) does that)",
@@ -593,15 +571,6 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     if torch.is_anomaly_enabled() or trainer._detect_anomaly:
         return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
     return None
-
-
-def _replication(trainer: Trainer) -> Replication:
-    """How the Trainer shares its model with other processes."""
-    model = getattr(getattr(trainer, "strategy", None), "model", None)
-    if isinstance(model, DistributedDataParallel):
-        return Replicas(model)
-    module = getattr(trainer, "lightning_module", None)  # a Trainer of another package may lack both
-    return Replication() if module is None else replication_of(module)
 
 
 def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
@@ -618,13 +587,6 @@ def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) 
         return Problem("LBFGS computes the loss several times in one step")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
-    return None
-
-
-def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
-    """Why nothing of steps under manual optimization can be replayed."""
-    if type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
-        return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     return None
 
 

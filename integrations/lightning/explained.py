@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import nothing, standing_in
 from pygraph_train.random_state import random_numbers_kept
 
 __all__ = ["subject_of_module"]
@@ -34,17 +34,14 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         notes.append("The module has no Trainer yet, so precision, strategy and callbacks were not examined.")
 
     def context() -> AbstractContextManager[None]:
-        return standing_in([(module, "log", _nothing), (module, "log_dict", _nothing)])
+        # which need a training
+        return standing_in([(module, "log", nothing), (module, "log_dict", nothing)])
 
     name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
     subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)
     subject.context, subject.notes = context, notes
     subject.program.by_hand = not module.automatic_optimization
     return subject
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of `self.log`, which needs a training."""
 
 
 def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:

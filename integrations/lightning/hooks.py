@@ -12,6 +12,7 @@ __all__ = [
     "CLIPPING",
     "INSIDE_FORWARD_BACKWARD",
     "INSIDE_UPDATE",
+    "ON_EACH_BATCH",
     "overridden",
     "overrides",
 ]
@@ -30,6 +31,15 @@ INSIDE_UPDATE = (
 
 CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 """Those of them that clip."""
+
+ON_EACH_BATCH = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""Hooks of callbacks that Lightning calls for each batch."""
 
 
 def overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | None:

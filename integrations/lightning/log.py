@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from pygraph_train.boundary import quietly
 
-__all__ = ["LogBook", "LogRecording", "Record", "Recorder"]
+__all__ = ["LogBook", "Recorder"]
 
 
 class Record(NamedTuple):
@@ -36,41 +35,6 @@ class Recorder:
             # the value of now: `self.log("loss", loss)` before `loss += penalty` is without the penalty
             value = value.clone()
         self.records.append(Record(name, value, args, kwargs))
-
-
-class LogRecording:
-    """Context in which `self.log` appends to a list instead.
-
-    Args:
-        model: whose `log` is meant.
-        recorder: takes its place.
-        inside: another context, entered inside of this one.
-    """
-
-    __slots__ = ("_inside", "_model", "_recorder")
-
-    def __init__(
-        self, model: Any, recorder: Recorder, inside: AbstractContextManager[Any] | None = None
-    ) -> None:
-        self._model, self._recorder, self._inside = model, recorder, inside
-
-    def __enter__(self) -> Recorder:
-        self._recorder.records.clear()
-        self._model.__dict__["log"] = self._recorder
-        if self._inside is not None:
-            try:
-                self._inside.__enter__()
-            except BaseException:
-                self._model.__dict__.pop("log", None)
-                raise
-        return self._recorder
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if self._inside is not None:
-                self._inside.__exit__(*error)
-        finally:
-            self._model.__dict__.pop("log", None)
 
 
 class LogBook:

@@ -126,14 +126,14 @@ class ManualOptimization:
         return result if self._scaler is None else None
 
     def _serving(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling, bool]:
-        graph, scaling = self._of(optimizer)
-        return graph, scaling, graph.serves()
+        """The graph of an optimizer, what the scaler does for it, and whether the graph may make the next step.
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling]:
-        """The graph of an optimizer, and what the scaler does for it. New ones may come in mid-training."""
+        New optimizers may come in mid-training.
+        """
         known = self._optimizers.get(id(optimizer))
         if known is None:
             graph = self._loop.take_optimizer(optimizer, self._scaler)
             assert graph is not None  # the loop is active
             known = self._optimizers[id(optimizer)] = graph, Scaling(self._scaler, optimizer)
-        return known
+        graph, scaling = known
+        return graph, scaling, graph.serves()

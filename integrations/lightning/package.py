@@ -6,7 +6,6 @@ import functools
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 __all__ = ["Package", "base_of", "batches_left", "package_of", "root_of"]
@@ -27,9 +26,7 @@ class Package:
     manual_optimization: type
     mock_optimizer: type
     misconfiguration: type[Exception]
-    sigterm: type[BaseException]
     precisions: tuple[type, ...]
-    hooks: ModuleType
 
 
 def package_of(trainer: Any) -> Package | None:
@@ -85,7 +82,5 @@ def _package(root: str) -> Package:
         manual_optimization=of("loops.optimization.manual", "_ManualOptimization"),
         mock_optimizer=of("core.optimizer", "_MockOptimizer"),
         misconfiguration=of("utilities.exceptions", "MisconfigurationException"),
-        sigterm=of("utilities.exceptions", "SIGTERMException"),
         precisions=tuple(of("plugins.precision", name) for name in names),
-        hooks=import_module(f"{root}.trainer.call"),
     )

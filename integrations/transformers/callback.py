@@ -15,7 +15,8 @@ from transformers.training_args import ParallelMode
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
-from pygraph_train.parallel.spread import Spread
+from pygraph_train.parallel.replication import why_not_spread
+from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import show
 from pygraph_train.report.loop_report import LoopReport
@@ -42,10 +43,6 @@ _served: weakref.WeakSet[Any] = weakref.WeakSet()
 """Optimizers of trainings that have such a callback."""
 
 
-def _nothing() -> None:
-    """Nothing is to be undone."""
-
-
 class PyGraphTrainerCallback(TrainerCallback):
     """Runs forward, backward and optimizer of a stock `transformers.Trainer` from graphs of their own.
 
@@ -64,13 +61,13 @@ class PyGraphTrainerCallback(TrainerCallback):
         self.config = PyGraphConfig.of(config, overrides)
         self._report = surely(LoopReport, SETTING_UP)
         self._loop: Loop | None = None
-        self._undo: Callable[[], None] = _nothing
-        self._at_exit: Callable[[], None] = _nothing  # registered while training
+        self._undo: Callable[[], None] = nothing
+        self._at_exit: Callable[[], None] = nothing  # registered while training
         self.others_graph = False  # the Trainer does so itself
 
     def __getstate__(self) -> dict[str, Any]:
         """All but graphs and their report, which are those of one process."""
-        return {**vars(self), "_report": LoopReport(), "_loop": None, "_undo": _nothing, "_at_exit": _nothing}
+        return {**vars(self), "_report": LoopReport(), "_loop": None, "_undo": nothing, "_at_exit": nothing}
 
     def setup(self, *_: Any, **__: Any) -> None:
         """Refuse to serve the Trainer of Lightning, which calls this.
@@ -145,7 +142,7 @@ class PyGraphTrainerCallback(TrainerCallback):
         if self._loop is not None:
             quietly(self._undo, self._loop.release)
             self._loop = None
-            self._undo = _nothing
+            self._undo = nothing
 
 
 def show_report(report: LoopReport, args: Any, config: PyGraphConfig) -> None:
@@ -173,6 +170,6 @@ def steps_left(state: Any) -> int:
 
 def unsupported(args: Any) -> Problem | None:
     """Why nothing of this training can be graphed."""
-    wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
-    replicated = args.parallel_mode == ParallelMode.DISTRIBUTED
-    return Spread(wrapper, processes=1 if replicated else args.world_size, devices=args.n_gpu).problem
+    several = args.world_size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED
+    over = "training on several devices" if several or args.n_gpu > 1 else None
+    return why_not_spread("DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else over)

@@ -26,7 +26,7 @@ from pygraph_train.boundary import (
 )
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
+from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
     add_metrics,
@@ -131,7 +131,7 @@ class _WholeStep:
         self._report = StepReport()
         self._runner: PhaseRunner | None = None
         self._step: StepOfPhases | None = None
-        self._rest: float = 0  # so many further steps are the Trainer's alone
+        self._at_rest = False  # every further step is the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         self._boundary = Boundary(self._report.failed, self.close)
         problem = _not_whole(trainer)
@@ -163,8 +163,8 @@ class _WholeStep:
         self, runner: PhaseRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
         trainer, program = self._trainer, self._program
-        if self._rest:
-            self._rest, self._step = self._rest - 1, None
+        if self._at_rest:
+            self._step = None
             runner.count(trainer.accelerator.sync_gradients)
             return step(model, inputs)
         program.model.train()
@@ -198,7 +198,7 @@ class _WholeStep:
         """The step has ended, its update included."""
         step.finish()
         if not step.replayed:
-            self._rest = runner.take_rest()
+            self._at_rest = bool(runner.take_rest())
 
     def close(self) -> None:
         """Release all graphs and give the optimizer back."""
@@ -272,11 +272,9 @@ class _TrainerProgram:
         self.device = trainer.args.device
         self.scale = 1
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
-        self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
         self._trainer = trainer
         self.scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
         self._preparation: OptimizerPreparation | None = None
-        self._norm: Tensor | None = None
         model = self.model
 
         def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
@@ -298,12 +296,6 @@ class _TrainerProgram:
 
     def backward(self, loss: Tensor) -> None:
         self._trainer.accelerator.backward(loss)
-
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        """The Trainer has clipped them."""
-
-    def update(self) -> None:
-        self._step()
 
     def exchanges(self) -> bool:
         return False  # Replicas have the same gradients

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -14,7 +16,6 @@ from pygraph_train.boundary import Boundary
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegion, PhaseRegions
 from pygraph_train.diagnosis.explanation import Explanation
-from pygraph_train.diagnosis.gain import gain_of
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.graphs.devices import let_go, make_engine
 from pygraph_train.graphs.engine import Engine
@@ -23,6 +24,7 @@ from pygraph_train.optimizers.several import OptimizerSet, preparation_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, defined_at, first_line, is_user_file, user_line_in, user_location
 from pygraph_train.report.announcements import switched_off
+from pygraph_train.step.module_call import tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
 from pygraph_train.step.program import plain_call
@@ -35,6 +37,10 @@ _CONFIG = PyGraphConfig(warmup_steps=2)
 _MOST_CALLS = 6
 """In which a step has to settle: a number that changes is one in the second trace, and no constant."""
 
+_RUNS = 5
+"""Timed runs with graphs, and without; one more goes before them."""
+
+_NO_GAIN = "What graphs would gain was not measured: there is no CUDA device."
 _ON_CPU = (
     "The model is on the CPU. What only a GPU refuses (a tensor that stays on the CPU) is seen when explain runs with "
     "the model on the GPU."
@@ -107,7 +113,13 @@ class _Part:
 class _Look:
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self._subject, self._engine = subject, engine
-        self.regions = PhaseRegions(engine, _CONFIG, self._trained, lambda problem: None, Boundary())
+        self.regions = PhaseRegions(
+            engine,
+            _CONFIG,
+            lambda: tensors_of(self._subject.program.model),
+            lambda problem: None,
+            Boundary(),
+        )
         self._compiled = CompiledFunction(subject.program.function(), self._backend)
         self._parts: list[tuple[_Part, Callable[..., Any]]] = []
         self._called: list[_Part] = []  # in the last call, in order
@@ -116,10 +128,6 @@ class _Look:
         self._returned = self._failed = self._settled = self._updates = False
         self._problems: list[Problem] = []
         self._gain = ""
-
-    def _trained(self) -> list[Tensor]:
-        model = self._subject.program.model
-        return [*model.parameters(), *model.buffers()]
 
     def _backend(self, gm: GraphModule, examples: Any) -> Callable[..., Any]:
         lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
@@ -156,7 +164,7 @@ class _Look:
                 if any(p.lacks_graph and p.region.reason for p in self._called) and not self._made:
                     break
             if self._settled:
-                self._gain = gain_of(
+                self._gain = _gain_of(
                     lambda: self._run(plain_call),
                     lambda: self._run(self._through_dynamo),
                     self._engine.device,
@@ -263,6 +271,32 @@ class _Look:
             f"The function of the step ran {times}. Tensors of model and batch, gradients and random "
             "states were put back; what it has changed of other Python objects stays."
         )
+
+
+def _gain_of(plain: Callable[[], object], graphed: Callable[[], object], device: torch.device) -> str:
+    """A sentence about the time of forward and backward.
+
+    Args:
+        plain, graphed: run them without graphs, and from the graphs that there are already.
+        device: of the model.
+    """
+    if device.type != "cuda":
+        return _NO_GAIN
+    before, after = _seconds(plain), _seconds(graphed)
+    return (
+        f"Forward and backward took {before * 1e3:.2f} ms without graphs and {after * 1e3:.2f} ms with them, on the "
+        f"average of {_RUNS} runs. What a graph of the update saves was not measured."
+    )
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    run()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(_RUNS):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / _RUNS
 
 
 def _is_of_cpu(problem: Problem, optimizer: Any) -> bool:

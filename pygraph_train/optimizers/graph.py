@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UNSCALED, UpdateProgram
+from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
@@ -150,7 +150,7 @@ class OptimizerGraph:
         assert self._preparation is not None
         if self._phase is None:
             self._phase = OptimizerPhase(
-                cast(UpdateProgram, self._program),
+                self._program,
                 self._preparation,
                 self._engine,
                 self._config,
@@ -197,7 +197,7 @@ class OptimizerGraph:
 
 
 class _OptimizerProgram:
-    """The part of `UpdateProgram` that the optimizer phase needs."""
+    """`UpdateProgram` of an optimizer that a loop steps."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from torch import Tensor
 from pygraph_train.boundary import UPDATE, done, executes, taken_back
 from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.core.memory import free_memory
+from pygraph_train.core.memory import Memory, free_memory
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
-from pygraph_train.graphs.engine import Engine, NumbersNotFound, problem_of
-from pygraph_train.optimizers.captured_update import CapturedUpdate
+from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, problem_of
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
@@ -70,6 +70,52 @@ _NO_GRADIENT = (
 _grad = operator.attrgetter("grad")
 
 
+@dataclass
+class _CapturedUpdate:
+    """A graph of the phase and what it rests on.
+
+    Attributes:
+        memory: in which it computes.
+        addresses: of the parameters.
+        gradients: where they were; with buffers only what they look like counts.
+        buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
+        number: how many graphs there were in a row, with this one, that differ in nothing but where gradients were.
+    """
+
+    graph: Graph
+    memory: Memory
+    addresses: list[int]
+    gradients: Layout
+    buffers: list[Tensor] | None
+    hyperparameters: Any
+    constants: Any
+    generation: int
+    verified: bool
+    audits: Audits
+    replays: int = 0
+    number: int = 1
+
+    def reaches(self, gradients: Layout) -> bool:
+        """Whether it works on gradients that lie like these."""
+        return self.buffers is not None or gradients.addresses == self.gradients.addresses
+
+    def follow(self, before: _CapturedUpdate, verify: str, seconds: float) -> None:
+        """Take the place of a graph for gradients at other addresses. Of such graphs a sample is compared.
+
+        Args:
+            before: that graph.
+            verify: see `PyGraphConfig`.
+            seconds: what a comparison takes.
+        """
+        if verify == "sample" and before.verified and self.buffers is before.buffers:
+            self.number = before.number + 1
+            self.verified = (
+                self.number & (self.number - 1) != 0
+            )  # the 1st, 2nd, 4th, 8th and so on are compared
+            if self.verified:
+                self.audits = Audits(verify, time.perf_counter(), seconds)
+
+
 class OptimizerPhase:
     """Runs the optimizer phase, from a graph where that is proved to be the same.
 
@@ -109,7 +155,7 @@ class OptimizerPhase:
         self._report = report
         self._addresses = addresses
         # by the source of the gradients, and by which are there: their addresses are others then
-        self._captures: dict[_Key, CapturedUpdate] = {}
+        self._captures: dict[_Key, _CapturedUpdate] = {}
         self._runs: dict[_Key, int] = {}
         self._compared = 0.0  # seconds that the last comparison took
         self._changes = 0
@@ -187,7 +233,7 @@ class OptimizerPhase:
             return self._replay(capture, gradients)
         self._verified_replay(capture, body, parameters, gradients, key)
 
-    def _replay(self, capture: CapturedUpdate, gradients: Sequence[Tensor | None]) -> None:
+    def _replay(self, capture: _CapturedUpdate, gradients: Sequence[Tensor | None]) -> None:
         """The hot path: gradients into buffers if there are any, learning rate in, launch."""
         buffers = capture.buffers
         present = [g for g in gradients if g is not None] if buffers is not None else []
@@ -205,7 +251,7 @@ class OptimizerPhase:
         self._replays += 1
 
     def _invalid(
-        self, capture: CapturedUpdate, parameters: list[Tensor], layout: Layout, constants: Any
+        self, capture: _CapturedUpdate, parameters: list[Tensor], layout: Layout, constants: Any
     ) -> Problem | None:
         """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
         if list(map(Tensor.data_ptr, local_tensors(parameters))) != capture.addresses:
@@ -234,7 +280,7 @@ class OptimizerPhase:
         constants: Any,
         buffers: bool,
         step: int,
-    ) -> CapturedUpdate | None:
+    ) -> _CapturedUpdate | None:
         """Record the phase without executing it; None (and a `problem`) where that cannot be done."""
         started = time.perf_counter()
         preparation = self._preparation
@@ -270,7 +316,7 @@ class OptimizerPhase:
             preparation.numbers_stay()
             return self._capture(body, parameters, layout, constants, buffers, step)
         preparation.remember()
-        made = CapturedUpdate(
+        made = _CapturedUpdate(
             graph=graph,
             memory=memory,
             addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
@@ -289,7 +335,7 @@ class OptimizerPhase:
 
     def _verified_replay(
         self,
-        capture: CapturedUpdate,
+        capture: _CapturedUpdate,
         body: Callable[[], None],
         parameters: list[Tensor],
         gradients: list[Tensor | None],

@@ -280,18 +280,6 @@ class OptimizerPreparation:
         finally:
             self._swap_in()
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Inside of `suspended()`: the kernels of `prepared()` once more."""
-        if self._saved or not self._depth:
-            yield
-            return
-        self._swap_in()
-        try:
-            yield
-        finally:
-            self._swap_out()
-
     def _swap_in(self, groups: _Groups | None = None) -> None:
         self._fill_rates()
         groups = groups or self._look(self.hyperparameters())
@@ -398,11 +386,6 @@ class OptimizerPreparation:
         if move_together(loose, engine):
             self.generation += 1
         self._compacted = {t.data_ptr() for t in state}
-
-    @property
-    def watches_parameters(self) -> bool:
-        """Whether `hyperparameters` tells the parameters of each group, in their order."""
-        return self._class is not None and not self._saved
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """What a capture bakes in: per group its parameters and all values but a Python lr; step hooks."""

@@ -41,39 +41,21 @@ def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
 
 
 class UpdateProgram(Protocol):
-    """The pieces of the update of one training step, in the order in which they run.
-
-    `transform_gradients` and `update` do only what can be captured: nothing that must happen in Python on every step.
-    """
+    """What a graph of the update has to know of a training step."""
 
     device: torch.device
     scaling: Scaling
     """What the loop's GradScaler does for the optimizer."""
 
     @property
-    def model(self) -> nn.Module:
-        """The module whose parameters are trained."""
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What `update` steps, None when that is the caller's business."""
-
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        """Unscale and clip, before the optimizer.
-
-        Args:
-            in_kernels: leave out what the optimizer's kernels will do themselves. False where no update
-                follows, to see the gradients that it would leave behind.
-        """
-
-    def update(self) -> None:
-        """The optimizer's step and the scaler's update."""
+        """What the update steps, None when that is the caller's business."""
 
     def exchanges(self) -> bool:
         """Whether the update talks to other processes: the norm of sharded gradients, and whether they overflow."""
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        """A reason, beside the optimizer's own, why `update` cannot be captured."""
+        """A reason, beside the optimizer's own, why the update cannot be captured."""
 
     def extra_state(self) -> Iterable[Tensor]:
-        """Device tensors that `update` writes besides parameters, buffers and optimizer state."""
+        """Device tensors that the update writes besides parameters, buffers and optimizer state."""

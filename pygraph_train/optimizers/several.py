@@ -104,15 +104,6 @@ class SeveralPreparations:
                 stack.enter_context(member.suspended())
             yield
 
-    @contextmanager
-    def resumed(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside of `suspended()`: the step of one optimizer runs with the kernels of `prepared()`."""
-        with ExitStack() as stack:
-            for own, member in zip(self._optimizers.members, self._members, strict=True):
-                if own is optimizer:
-                    stack.enter_context(member.resumed())
-            yield
-
     def sync(self) -> None:
         """See `OptimizerPreparation.sync`. Hot path."""
         for member in self._members:
@@ -122,11 +113,6 @@ class SeveralPreparations:
         """See `OptimizerPreparation.settle`."""
         for member in self._members:
             member.settle(engine)
-
-    @property
-    def watches_parameters(self) -> bool:
-        """See `OptimizerPreparation.watches_parameters`."""
-        return all(member.watches_parameters for member in self._members)
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """See `OptimizerPreparation.hyperparameters`."""

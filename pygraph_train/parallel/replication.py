@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import around_forward
 
-__all__ = ["Replicas", "Replication", "replication_of"]
+__all__ = ["Replicas", "Replication", "replication_of", "why_not_spread"]
 
 
 class Replication:
@@ -106,3 +106,13 @@ def replication_of(model: nn.Module) -> Replication:
             return _Shards("FSDP")
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
+
+
+def why_not_spread(over: str | None) -> Problem | None:
+    """Why nothing of a training has graphs that a framework spreads over devices in a way of its own.
+
+    Args:
+        over: what it does so with, in its own words ("DDPStrategy", "FSDP"): that communicates in forward, backward or
+            update. None where the model runs as the user made it.
+    """
+    return None if over is None else Problem(f"{over} is not supported yet: its steps run without graphs")

@@ -13,7 +13,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.patches import standing_in
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.results import detached_results
+from pygraph_train.trees import detached_results
 
 __all__ = ["StepsByHand", "called_parts"]
 

@@ -111,8 +111,7 @@ class GraphedStep(LossSteps):
         Returns:
             The result of `step_fn`, detached. No later step overwrites its tensors.
         """
-        if self._rest and self._transfer is None and not torch.compiler.is_dynamo_compiling():
-            self._rest -= 1
+        if self._at_rest and self._transfer is None and not torch.compiler.is_dynamo_compiling():
             return self._make_plainly(args, kwargs, update=True)
         return self._step(args, kwargs, update=True)
 

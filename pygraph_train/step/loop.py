@@ -81,7 +81,7 @@ class Loop:
     def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
         self.config = config
         self.report = surely(LoopReport, SETTING_UP)
-        self.boundary = Boundary(self._failed, self.release)
+        self.boundary = Boundary(self.report.failed, self.release)
         self._taken: Living[nn.Module] = Living()
         self._calls: Living[ModuleCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
@@ -101,7 +101,7 @@ class Loop:
             self.report.note(graphs_are_off("training runs as you wrote it"))
             tell_why_off(config)
             return
-        if arranged(lambda: self._start(config, device, refused), self._failed) is None:
+        if arranged(lambda: self._start(config, device, refused), self.report.failed) is None:
             self.active, self._engine = False, None
 
     def _start(self, config: PyGraphConfig, device: torch.device, refused: Problem | None) -> bool:
@@ -140,7 +140,9 @@ class Loop:
             compiled: whether Inductor's kernels were asked for.
             **compile_options: further arguments of `torch.compile`.
         """
-        arranged(lambda: self._take_module(module, within or module, compiled, compile_options), self._failed)
+        arranged(
+            lambda: self._take_module(module, within or module, compiled, compile_options), self.report.failed
+        )
 
     def _take_module(
         self, module: nn.Module, wrapper: nn.Module, compiled: bool, options: dict[str, Any]
@@ -173,7 +175,7 @@ class Loop:
         if self._engine is None:
             return None
         engine = self._engine
-        return arranged(lambda: self._take_optimizer(optimizer, engine, scaler), self._failed)
+        return arranged(lambda: self._take_optimizer(optimizer, engine, scaler), self.report.failed)
 
     def _take_optimizer(
         self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
@@ -382,10 +384,6 @@ class Loop:
                     fix="Call the module itself, as in module(x), instead of a method of the module",
                 )
             )
-
-    def _failed(self, problem: Problem) -> None:
-        """The library has failed in itself."""
-        self.refuse(problem.reason, problem.fix)
 
     def _tell(self, problem: Problem) -> None:
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.results import detached_results
+from pygraph_train.trees import detached_results
 
 __all__ = ["LossProgram", "LossSteps"]
 
@@ -60,7 +59,7 @@ class LossSteps(NotCopied):
 
     _runner: PhaseRunner | None = None
     _after_first: AfterFirstStep | None = None
-    _rest: float = 0  # so many further steps are nothing but plain ones
+    _at_rest = False  # every further step is nothing but a plain one
 
     def __init__(
         self,
@@ -117,8 +116,7 @@ class LossSteps(NotCopied):
         Returns:
             What that function returned, detached: tensors of their own.
         """
-        if self._rest:
-            self._rest -= 1
+        if self._at_rest:
             return plainly(lambda: self._make_plainly(args, kwargs, update=update))
         counted = self._report.steps
         return self._boundary.make(
@@ -164,9 +162,9 @@ class LossSteps(NotCopied):
             self._made = True
             self._after_first = AfterFirstStep(result, program.optimizer if update else None)
         elif runner is not None and not step.replayed:
-            self._rest = runner.take_rest()
-        elif runner is None and not program.replication.shared:
-            self._rest = math.inf
+            self._at_rest = bool(runner.take_rest())
+        elif runner is None:
+            self._at_rest = not program.replication.shared
         return result
 
     def _make_plainly(
@@ -200,7 +198,7 @@ class LossSteps(NotCopied):
 
     def _let_go(self) -> None:
         """The library has failed too often: every further step is a plain one."""
-        self._rest = math.inf
+        self._at_rest = True
         self.close()
 
     def _second_step(self, first: AfterFirstStep) -> None:
@@ -290,7 +288,7 @@ class LossProgram:
     def backward(self, loss: Tensor) -> None:
         self.scaling.scale(loss).backward()
 
-    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+    def transform_gradients(self) -> None:
         if self.optimizer is None:
             return
         self.scaling.unscale()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import nn
+
 from pygraph_train.boundary import STEP, executes
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
@@ -31,3 +33,7 @@ class StepProgram(UpdateProgram, Protocol):
 
     replication: Replication
     differentiates: bool
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose parameters are trained."""

@@ -8,27 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pygraph_train.parallel.spread import Spread
-
-
-@pytest.mark.parametrize(
-    ("spread", "what"),
-    [
-        (Spread(), None),
-        (Spread(devices=0), None),  # what transformers says of a CPU
-        (Spread("DDPStrategy"), "DDPStrategy"),
-        (Spread("FSDP", processes=2, devices=1), "FSDP"),
-        (Spread(processes=2), "training on several devices"),
-        (Spread(devices=2), "training on several devices"),
-    ],
-)
-def test_one_process_with_one_device_can_be_graphed(spread: Spread, what: str | None) -> None:
-    problem = spread.problem
-    if what is None:
-        assert problem is None
-    else:
-        assert problem is not None
-        assert problem.reason == f"{what} is not supported yet: its steps run without graphs"
+from pygraph_train.parallel.replication import why_not_spread
 
 
 def reason(problem: Any) -> str | None:
@@ -99,7 +79,7 @@ def test_a_loop_that_is_refused_has_the_problem_in_its_report() -> None:
     loop = pytest.importorskip("pygraph_train.step.loop")
     from pygraph_train import PyGraphConfig, PyGraphError
 
-    problem = Spread("MULTI_GPU").problem
+    problem = why_not_spread("MULTI_GPU")
     device = torch.device("cpu")
     refused = loop.Loop(PyGraphConfig(engine="emulated"), device, problem)
     assert not refused.active
