@@ -250,6 +250,16 @@ for x in torch.randn(steps, 4, SIZE):
         print("the script has caught it")
 """
 
+UNUSED = """
+import torch
+
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([parameter], lr=1e-2)
+for _ in range(9):
+    parameter.square().sum().backward()
+    optimizer.step()
+"""
+
 
 @pytest.fixture
 def training(tmp_path: Path) -> str:
@@ -279,12 +289,27 @@ def test_bench_runs_a_script_without_and_with_the_library(
 
 def test_bench_prints_both_runs_side_by_side() -> None:
     of_both = {"steps": 9, "last_loss": None, "peak_mib": 512}
-    runs = [{"ms_per_step": ms, **of_both, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
+    runs = [{"ms_per_step": ms, **of_both, "graphs": 3, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
     text = str(Comparison(*runs))
     assert text.startswith("pygraph-train: a step is 2.00 times as fast with the library. The report")
     assert "headline 2.0" in text and "headline 4.0" not in text
     table = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", text, re.MULTILINE))
     assert table["ms per step"].split() == ["4.0", "2.0"] and table["peak mib"].split() == ["512", "512"]
+
+
+def test_bench_credits_no_run_without_graphs_with_a_gain(
+    training: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(training)
+    script.write_text(script.read_text().replace('"emulated"', '"off"'))
+    assert main(["bench", training, "24"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "no step ran from a graph, so both runs are the same work" in text and "as fast" not in text
+    script.write_text(UNUSED)
+    assert main(["bench", training]) == 2
+    printed = capfd.readouterr()
+    assert "train.py uses nothing of pygraph-train, so both runs are the same work" in printed.err
+    assert not printed.out
 
 
 @pytest.mark.parametrize(
