@@ -17,6 +17,8 @@ from pygraph_train.random_state import random_numbers_kept
 
 __all__ = ["subject_of_module"]
 
+_OF_THE_TRAINER = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_schedulers")
+
 
 def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
     """`training_step` of a LightningModule, and the optimizer that it configures.
@@ -33,8 +35,18 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if trainer is None:
         notes.append("The module has no Trainer yet, so precision, strategy and callbacks were not examined.")
 
+    left_out: list[tuple[Any, str, Any]] = [(module, "log", _nothing), (module, "log_dict", _nothing)]
+    if not module.automatic_optimization:
+        given = optimizers[0] if len(optimizers) == 1 else optimizers
+        left_out += [(module, name, _nothing) for name in _OF_THE_TRAINER]
+        left_out += [(o, name, _nothing) for o in optimizers for name in ("step", "zero_grad")]
+        left_out += [(module, "optimizers", lambda **_: given), (module, "manual_backward", _backward)]
+        notes.append(
+            "Calls of the Trainer (toggling, clipping, schedulers) and of the optimizers were not made."
+        )
+
     def context() -> AbstractContextManager[None]:
-        return standing_in([(module, "log", _nothing), (module, "log_dict", _nothing)])
+        return standing_in(left_out)
 
     name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
     subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)
@@ -44,7 +56,11 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of `self.log`, which needs a training."""
+    """In the place of what needs a training."""
+
+
+def _backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    loss.backward(*args, **kwargs)
 
 
 def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:

@@ -201,7 +201,7 @@ class _Look:
         finally:
             preparation.close()
         if problem is not None and self._engine.name == "emulated" and _is_of_cpu(problem, program.optimizer):
-            self._subject.notes.append(f"On the CPU, other than on a GPU, {problem.reason}.")
+            self._subject.notes.append(f"On the CPU, unlike on a GPU, {problem.reason}.")
             problem = None
         self._updates = problem is None
         if problem is not None:
@@ -214,11 +214,13 @@ class _Look:
         looked = self._runs > 0
         parts = [k for k, part in enumerate(self._called) if part.trains]
         problems = [*found, *self._of_graphs(), *self._problems]
-        breaks: list[Problem] = []
+        program, breaks = self._subject.program, list[Problem]()
         beside: list[Problem] = []
         for k, part in enumerate(self._called):
             if part.end is not None:
                 cuts = parts and parts[0] <= k < parts[-1]
+                if program.by_hand:  # its own lines run in Python, and the modules that it calls have graphs
+                    cuts = cuts and not _is_line_of(program.function(), part.end.where)
                 (breaks if cuts else beside).append(part.end)
         graphed = self._settled
         plan = graphs_apart(graphed, graphed, looked and self._updates)
@@ -275,6 +277,11 @@ def _is_of_cpu(problem: Problem, optimizer: Any) -> bool:
             if here is not None and here in problem.reason:
                 return plan_group(cls, group, "cuda").reason is None  # type: ignore[arg-type]
     return False
+
+
+def _is_line_of(fn: Any, where: str | None) -> bool:
+    code = getattr(fn, "__code__", None)
+    return code is not None and where in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
 
 
 def _break_of(gm: GraphModule) -> Problem | None:
