@@ -145,7 +145,7 @@ class PyGraphCallback(Callback):
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if switched_off() or self.config.engine == "off":
-            self._report.note(graphs_are_off("training ran as you wrote it"))
+            self._report.note(graphs_are_off())
             tell_why_off(self.config)
             return
         problem = _unsupported(trainer, pl_module)
@@ -211,7 +211,7 @@ class PyGraphCallback(Callback):
         """Give everything back, and show what happened."""
         quietly(self._detach)
         asked = self.config.print_report and stage == "fit" and trainer.is_global_zero
-        if asked and (self._report.steps or self._report.fallbacks):
+        if asked and (self._report.steps or self._report.fallbacks or self._report.notes):
             show(self._report)
 
     def _detach(self) -> None:

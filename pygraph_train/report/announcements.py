@@ -19,12 +19,14 @@ __all__ = [
     "tell_why_off",
 ]
 
-_DISABLED = "PYGRAPH_DISABLE is set: training runs without graphs"
+_DISABLED = "PYGRAPH_DISABLE is set, so steps run as you wrote them"
 FORWARD_IS_OFF = (
     "forward='off' is set, so forward and backward run without graphs: "
     "eager kernels have no graph of a backward alone"
 )
-NO_DEVICE = "no CUDA device: training runs without graphs (engine='emulated' shows how graphs work)"
+NO_DEVICE = (
+    "no CUDA device holds the model, so steps run as you wrote them (engine='emulated' shows how graphs work)"
+)
 
 
 def switched_off() -> str | None:
@@ -35,10 +37,12 @@ def switched_off() -> str | None:
     return None if problem is None else str(problem)
 
 
-def graphs_are_off(instead: str) -> str:
+def graphs_are_off() -> str:
     """The note in a report of training without graphs."""
     problem = lacking(GRAPHS)
-    return f"graphs are off: {instead}" if problem is None else str(problem)
+    if disabled_by_environment():
+        return f"graphs are off: {_DISABLED}"
+    return "graphs are off: steps run as you wrote them" if problem is None else str(problem)
 
 
 @functools.cache

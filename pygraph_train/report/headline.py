@@ -56,8 +56,10 @@ class Headline:
 
     def _what_ran(self) -> str:
         total = self._total
+        if self._report.why_no_step or (not total.made and self._report.fallbacks):
+            return ""
         if not total.made:
-            return "" if self._report.why_no_step else "No training step was counted."
+            return "No training step was counted."
         figure = _figure_of(total)
         if not any(map(total.phase, Phase)):
             return f"{figure}."
@@ -85,7 +87,7 @@ class Headline:
             missing.remove(Phase.OPTIMIZER)
         self._fallback = self._most_important(missing)
         if self._fallback is not None:
-            return f"In the way of more: {_reason_with_place(self._fallback)}"
+            return f"In the way of {'more' if total.made else 'graphs'}: {_reason_with_place(self._fallback)}"
         if not missing:
             return "Nothing stands in the way of more."
         self._other = next((note for part in self._parts for note in part.notes), "")

@@ -166,8 +166,8 @@ class StepReport(Printed):
 
     @property
     def why_no_step(self) -> str:
-        """Why no step is counted, where something is known of that."""
-        return ""
+        """Why no step is counted or has graphs, where something is known of that."""
+        return self.notes[0] if self.engine == "off" and self.notes else ""
 
     def progress(self) -> Progress:
         """How much of the steps ran from graphs. Steps of other parts are not in it."""

@@ -98,7 +98,8 @@ class Loop:
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
         if switched_off() or config.engine == "off":
-            self.report.note(graphs_are_off("training runs as you wrote it"))
+            self.why_off = graphs_are_off()
+            self.report.note(self.why_off)
             tell_why_off(config)
             return
         if arranged(lambda: self._start(config, device, refused), self._failed) is None:

@@ -79,7 +79,7 @@ class LossSteps(NotCopied):
         _all.add(self)
         if engine is None:
             told = tell_why_off(config, why_off)
-            self._report.note(told or graphs_are_off("steps run as you wrote them"))
+            self._report.note(told or graphs_are_off())
         else:
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed
