@@ -129,6 +129,10 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
         lambda: trained(Net(), steps=2),
         r"None of the 2 training steps ran from graphs. Graphs begin after a warm-up, and it has not ended.",
     ),
+    "steps for little more than the warm-up": (
+        lambda: trained(Net(), steps=6),
+        r"Forward and backward ran from graphs in 4 of 6 .* The run is short, and the warm-up took most of its steps.",
+    ),
     "no steps": (StepReport, r"No training step was counted."),
 }
 

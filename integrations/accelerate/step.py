@@ -33,7 +33,7 @@ class GraphedStepFunction(NotCopied):
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._accelerator = accelerator
-        self._loop = loop
+        self._loop, loop.patience = loop, 1
         self.name = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

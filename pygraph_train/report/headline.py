@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pygraph_train.plans import Phase
-from pygraph_train.report.progress import Progress
+from pygraph_train.report.progress import RECENT, Progress
 
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import Fallback, StepReport
@@ -16,6 +16,7 @@ __all__ = ["Headline", "counts_of"]
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "the optimizer"}
 
 _NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."
+_SHORT = "The run is short, and the warm-up took most of its steps."
 _WARM_UP = "Graphs begin after a warm-up, and it has not ended."
 
 _CLOSE = 0.1
@@ -95,7 +96,9 @@ class Headline:
             return _sentence(self._other)
         if missing == [Phase.OPTIMIZER] and any(waits := [part.update_waits for part in self._parts]):
             return _sentence(max(waits))
-        return _NO_REASON if any(map(total.phase, Phase)) else _WARM_UP
+        if not any(map(total.phase, Phase)):
+            return _WARM_UP
+        return _NO_REASON if len(total.recent) == RECENT else _SHORT
 
     def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:
         """The reason that costs most: about a phase without a graph, else the one that was met most often."""

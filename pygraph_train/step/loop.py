@@ -73,6 +73,7 @@ class Loop:
         left: how many further steps there will be, infinity where nobody knows.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
+        patience: after so many steps without an optimizer the report says that there is none.
 
     Raises:
         ValueError: the engine asked for cannot work on that device.
@@ -93,7 +94,7 @@ class Loop:
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
-        self.over = False
+        self.over, self.patience = False, _PATIENCE
         self._counts_steps, self.within_step = True, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
@@ -325,7 +326,7 @@ class Loop:
         report.step_ended(
             graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
         )
-        if self._steps == _PATIENCE and not self._optimizers:
+        if self._steps == self.patience and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
         if missed:
             self._tell(RARE)

@@ -79,7 +79,7 @@ def test_an_optimizer_that_was_not_prepared(*, whole: bool) -> None:
         optimizer.zero_grad()
 
     made = accelerator.graphed_step(step) if whole else step
-    for batch in batches(24):
+    for batch in batches(8):
         made(batch)
     assert "Pass the optimizer to accelerator.prepare" in accelerator.pygraph.report().headline()
 
