@@ -23,6 +23,7 @@ from pygraph_train.optimizers.several import OptimizerSet, preparation_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, defined_at, first_line, is_user_file, user_line_in, user_location
 from pygraph_train.report.announcements import switched_off
+from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
 from pygraph_train.step.program import plain_call
@@ -187,6 +188,8 @@ class _Look:
     def _raised(self, error: Exception) -> Problem:
         if isinstance(error, TypeError) and self._returned:
             return Problem(first_line(error), defined_at(self._subject.program.function()))
+        if SECOND_BACKWARD in str(error):
+            return replace(BACKWARD_MADE, where=defined_at(self._subject.program.function()))
         what = f"the step raises {type(error).__name__}: {first_line(error)}"
         return Problem(what, user_location(error.__traceback__), "Explain a step that runs")
 

@@ -12,7 +12,6 @@ from pygraph_train.torch_private.names import GRAPHS, lacking
 __all__ = [
     "FORWARD_IS_OFF",
     "NO_DEVICE",
-    "graphs_are_off",
     "show",
     "switched_off",
     "tell_once",
@@ -37,33 +36,29 @@ def switched_off() -> str | None:
     return None if problem is None else str(problem)
 
 
-def graphs_are_off() -> str:
-    """The note in a report of training without graphs."""
-    problem = lacking(GRAPHS)
-    if disabled_by_environment():
-        return f"graphs are off: {_DISABLED}"
-    return "graphs are off: steps run as you wrote them" if problem is None else str(problem)
-
-
 @functools.cache
 def tell_once(text: str) -> None:
     """Warn on the library's logger, once in a process."""
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str | None:
-    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the reason if it was `why`.
+def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str:
+    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the note for the report.
 
     Args:
         config: options.
         why: the reason, where neither the environment nor the options switched graphs off.
     """
+    problem = lacking(GRAPHS)  # which says so itself
     if disabled_by_environment():
         tell_once(_DISABLED)
-    elif config.engine != "off" and lacking(GRAPHS) is None:  # which says so itself
-        tell_once(why)
-        return why
-    return None
+        return f"graphs are off: {_DISABLED}"
+    if problem is not None:
+        return str(problem)
+    if config.engine == "off":
+        return "graphs are off: steps run as you wrote them"
+    tell_once(why)
+    return why
 
 
 def show(report: object) -> None:

@@ -25,13 +25,7 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import (
-    FORWARD_IS_OFF,
-    NO_DEVICE,
-    graphs_are_off,
-    switched_off,
-    tell_why_off,
-)
+from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import CaptureRecord, Fallback
 from pygraph_train.step.chooser import RARE, Chooser, chooser_for
@@ -98,19 +92,14 @@ class Loop:
         self._counts_steps, self.within_step = True, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
-        if switched_off() or config.engine == "off":
-            self.why_off = graphs_are_off()
-            self.report.note(self.why_off)
-            tell_why_off(config)
-            return
         if arranged(lambda: self._start(config, device, refused), self._failed) is None:
             self.active, self._engine = False, None
 
     def _start(self, config: PyGraphConfig, device: torch.device, refused: Problem | None) -> bool:
-        self._engine = make_engine(config.engine, device)
+        self._engine = None if switched_off() else make_engine(config.engine, device)
         if self._engine is None:
-            self.report.note(NO_DEVICE)
-            tell_why_off(config)
+            self.why_off = tell_why_off(config)
+            self.report.note(self.why_off)
             return True
         if refused is not None:
             self.refuse(refused.reason, refused.fix)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback
+from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback, explain
 from pygraph_train.report.announcements import tell_once
 
 from .compare import ENGINE
@@ -60,6 +60,25 @@ def test_what_a_loop_may_do_between_steps_is_no_news(caplog: pytest.LogCaptureFi
             optimizer.zero_grad()
             other(batch)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("engine", [ENGINE, "off"])
+@pytest.mark.passes_without_graphs("it raises")
+def test_a_function_for_the_loss_that_makes_the_whole_step(engine: Any) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def whole(batch: Any) -> Any:
+        loss = loss_of(model)(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"makes the backward itself.*return the loss only.*manual_optim"):
+        GraphedStep(whole, model=model, optimizer=optimizer, engine=engine)(batches(1)[0])
+    (obstacle,) = explain(whole, batches(1)[0], model=model, optimizer=optimizer).obstacles
+    assert "manual_optimization=True" in obstacle.fix
 
 
 @pytest.mark.parametrize("whole", [True, False])
