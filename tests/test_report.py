@@ -84,6 +84,18 @@ def test_a_reason_is_counted_once() -> None:
     assert [f.count for f in report.fallbacks] == [2, 1]
 
 
+def test_what_holds_on_the_cpu_alone_is_named_last() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG) as step:
+        for batch in batches(12):
+            step(batch)
+        assert "Adam's CPU kernels" in step.report().headline()
+        assert "a GPU has other kernels" in step.report().headline()
+        step.report().fell_back(Fallback("something else stands in the way", None, "", 1))
+        assert "CPU kernels" not in step.report().headline()
+
+
 def test_empty_report_prints() -> None:
     assert str(StepReport()).startswith("pygraph-train: No training step was counted.\n")
 

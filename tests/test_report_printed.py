@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     "an optimizer that torch cannot capture": (
         lambda: trained(Net(), adam),
         r"Forward and backward ran from graphs in 38 of 40 training steps \(95%\), the optimizer in none, as plan "
-        r"{F} {B} O on the emulated engine. In the way of more: the optimizer runs outside of the graph: Adam's CPU "
+        r"{F} {B} O on the emulated engine. In the way of more: the optimizer runs outside of graphs: Adam's CPU "
         r"kernels .*",
     ),
     "an optimizer that is left out": (

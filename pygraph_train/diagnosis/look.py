@@ -18,10 +18,17 @@ from pygraph_train.diagnosis.gain import gain_of
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.graphs.devices import let_go, make_engine
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.optimizers.kernels import plan_group, supported_class
-from pygraph_train.optimizers.several import OptimizerSet, preparation_of
+from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import graphs_apart
-from pygraph_train.problems import Problem, defined_at, first_line, is_user_file, user_line_in, user_location
+from pygraph_train.problems import (
+    ONLY_ON_CPU,
+    Problem,
+    defined_at,
+    first_line,
+    is_user_file,
+    user_line_in,
+    user_location,
+)
 from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.outside import around_the_step, uninitialized
@@ -203,8 +210,8 @@ class _Look:
             problem = why_update_is_plain(program, preparation)
         finally:
             preparation.close()
-        if problem is not None and self._engine.name == "emulated" and _is_of_cpu(problem, program.optimizer):
-            self._subject.notes.append(f"On the CPU, unlike on a GPU, {problem.reason}.")
+        if problem is not None and ONLY_ON_CPU in problem.reason:
+            self._subject.notes.append(f"On the CPU {problem.reason}.")
             problem = None
         self._updates = problem is None
         if problem is not None:
@@ -269,17 +276,6 @@ class _Look:
             f"The function of the step ran {times}. Tensors of model and batch, gradients and random "
             "states were put back; what it has changed of other Python objects stays."
         )
-
-
-def _is_of_cpu(problem: Problem, optimizer: Any) -> bool:
-    """Whether only the kernels of the CPU are against a graph of the update."""
-    for one in optimizer.members if isinstance(optimizer, OptimizerSet) else [optimizer]:
-        cls = supported_class(one)
-        for group in one.param_groups if cls is not None else ():
-            here = plan_group(cls, group, "cpu").reason  # type: ignore[arg-type]
-            if here is not None and here in problem.reason:
-                return plan_group(cls, group, "cuda").reason is None  # type: ignore[arg-type]
-    return False
 
 
 def _is_line_of(fn: Any, where: str | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pygraph_train.plans import Phase
+from pygraph_train.problems import ONLY_ON_CPU
 from pygraph_train.report.progress import RECENT, Progress
 
 if TYPE_CHECKING:
@@ -101,8 +102,12 @@ class Headline:
         return _NO_REASON if len(total.recent) == RECENT else _SHORT
 
     def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:
-        """The reason that costs most: about a phase without a graph, else the one that was met most often."""
-        fallbacks = [fallback for part in self._parts for fallback in part.fallbacks]
+        """The reason that costs most: about a phase without a graph, else the one that was met most often.
+
+        One that holds on the CPU alone is the last.
+        """
+        found = [fallback for part in self._parts for fallback in part.fallbacks]
+        fallbacks = [f for f in found if ONLY_ON_CPU not in f.reason] or found
         if not missing:
             return max(fallbacks, key=lambda f: f.count, default=None)
         alone = list(missing) == [Phase.OPTIMIZER]

@@ -278,7 +278,7 @@ def why_no_phases(program: StepProgram) -> Problem | None:
 def why_update_is_plain(program: StepProgram, preparation: OptimizerPreparation) -> Problem | None:
     """Why the update of such a step gets no graph."""
     reason = preparation.reason or program.why_update_stays_outside(preparation)
-    return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+    return None if reason is None else Problem(f"the optimizer runs outside of graphs: {reason}")
 
 
 NO_GRAPH = Problem(
