@@ -102,7 +102,7 @@ def test_explain_of_a_function_that_explains_a_step_with_its_optimizer(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("{}", "names no function"),
+        ("{}", "names no function; write script.py:function. The function takes no arguments. It returns"),
         ("{}:absent", "has no function absent"),
         ("{}:step_fn", "cannot be called without arguments: missing a required argument"),
         ("{}:nothing", "returned a value of the type int. The function takes no arguments."),
@@ -317,7 +317,8 @@ def test_bench_credits_no_run_without_graphs_with_a_gain(
     [
         (["{}", "9", "--raises"], "train.py with PYGRAPH_DISABLE=1 failed with exit status 1"),
         (["{}", "1"], "made fewer than two steps with optimizers"),
-        (["absent.py"], "absent.py with PYGRAPH_DISABLE=1 failed"),
+        (["absent.py"], "pygraph: there is no file absent.py"),
+        (["{}", "1", "--steps", "5"], "--steps stands behind the script, so it is the script's"),
     ],
 )
 @pytest.mark.quick

@@ -40,7 +40,8 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = optimizers[0] if len(optimizers) == 1 else optimizers
         left_out += [(module, name, _nothing) for name in _OF_THE_TRAINER]
         left_out += [(o, name, _nothing) for o in optimizers for name in ("step", "zero_grad")]
-        left_out += [(module, "optimizers", lambda **_: given), (module, "manual_backward", _backward)]
+        left_out.append((module, "optimizers", lambda **_: given))
+        left_out.append((module, "manual_backward", lambda loss, *args, **kw: loss.backward(*args, **kw)))
         notes.append(
             "Calls of the Trainer (toggling, clipping, schedulers) and of the optimizers were not made."
         )
@@ -57,10 +58,6 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of what needs a training."""
-
-
-def _backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    loss.backward(*args, **kwargs)
 
 
 def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:

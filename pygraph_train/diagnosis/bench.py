@@ -67,6 +67,8 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
     Raises:
         ValueError: a run has failed, or made fewer than two steps, or the script does not use the library.
     """
+    if not Path(script).is_file():
+        raise ValueError(f"there is no file {script}")
     runs = []
     for disable in ("1", "0"):
         with tempfile.TemporaryDirectory() as folder:

@@ -45,9 +45,7 @@ from pygraph_train.step.results import detached_results
 
 __all__ = ["BACKWARD_MADE", "SECOND_BACKWARD", "LossProgram", "LossSteps"]
 
-SECOND_BACKWARD = "a second time"
-"""What torch says of it."""
-
+SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
     "the function for the loss makes the backward itself",
     fix="Let it return the loss only, without backward() and optimizer.step(), or pass manual_optimization=True",
