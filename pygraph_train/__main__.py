@@ -59,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (explain, bench, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     bench.add_argument("script", metavar="script.py", help="a file, which runs as python script.py runs it")
-    bench.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="of the script; those of bench stand before it"
-    )
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script; those of bench precede it")
     options = parser.parse_args(arguments)
     try:
         if options.command == "bench":
@@ -87,6 +85,8 @@ def _doctor() -> tuple[Any, bool]:
 def _bench(options: argparse.Namespace) -> Any:
     from pygraph_train.diagnosis.bench import compare
 
+    if "--steps" in options.arguments:
+        print("pygraph: --steps stands behind the script, so it is the script's", file=sys.stderr)
     try:
         return compare(options.script, options.arguments, options.steps)
     except ValueError as error:
@@ -114,7 +114,7 @@ def _explained(made: Any, target: str) -> tuple[Any, bool]:
 def _function(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise _Mistake(f"{target!r} names no function; write script.py:function")
+        raise _Mistake(f"{target!r} names no function; write script.py:function. {_CONVENTION}")
     module = _loaded(place)
     function = getattr(module, name, None)
     if not callable(function):

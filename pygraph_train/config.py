@@ -119,7 +119,7 @@ class PyGraphConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         for name in overrides:
             if name not in names:
-                raise TypeError(f"PyGraphConfig has no option {name!r}; the options are: {', '.join(names)}")
+                raise TypeError(f"pygraph-train has no option {name!r}; the options are: {', '.join(names)}")
         return dataclasses.replace(config or cls(), **overrides)
 
 

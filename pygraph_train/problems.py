@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "ONLY_ON_CPU",
     "NotLegal",
     "Problem",
     "PyGraphError",
@@ -27,6 +28,10 @@ __all__ = [
 
 class PyGraphError(RuntimeError):
     """A step cannot run from a graph and `on_failure="raise"` is set, or training cannot continue."""
+
+
+ONLY_ON_CPU = "a GPU has other kernels"
+"""Ends a reason that holds on the CPU alone."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_explain_of_a_function_that_explains_a_step_with_its_optimizer(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("{}", "names no function"),
+        ("{}", "names no function; write script.py:function. The function takes no arguments. It returns"),
         ("{}:absent", "has no function absent"),
         ("{}:step_fn", "cannot be called without arguments: missing a required argument"),
         ("{}:nothing", "returned a value of the type int. The function takes no arguments."),
@@ -250,6 +250,16 @@ for x in torch.randn(steps, 4, SIZE):
         print("the script has caught it")
 """
 
+UNUSED = """
+import torch
+
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([parameter], lr=1e-2)
+for _ in range(9):
+    parameter.square().sum().backward()
+    optimizer.step()
+"""
+
 
 @pytest.fixture
 def training(tmp_path: Path) -> str:
@@ -272,14 +282,14 @@ def test_bench_runs_a_script_without_and_with_the_library(
     for run in (without, graphed):
         assert 0 < run["ms_per_step"] < 1e3 * run["seconds"] and run["peak_mib"] > 100
     assert found["ratio"] == without["ms_per_step"] / graphed["ms_per_step"]
-    assert "None of the 24 training steps" in without["headline"]
+    assert "PYGRAPH_DISABLE is set, so steps run as you wrote them." in without["headline"]
     assert "of 24 training steps" in graphed["headline"] and "{F} {B} {O}" in graphed["headline"]
     assert printed.err.count("training __main__") == 2 and "has caught it" not in printed.err
 
 
 def test_bench_prints_both_runs_side_by_side() -> None:
     of_both = {"steps": 9, "last_loss": None, "peak_mib": 512}
-    runs = [{"ms_per_step": ms, **of_both, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
+    runs = [{"ms_per_step": ms, **of_both, "graphs": 3, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
     text = str(Comparison(*runs))
     assert text.startswith("pygraph-train: a step is 2.00 times as fast with the library. The report")
     assert "headline 2.0" in text and "headline 4.0" not in text
@@ -287,12 +297,28 @@ def test_bench_prints_both_runs_side_by_side() -> None:
     assert table["ms per step"].split() == ["4.0", "2.0"] and table["peak mib"].split() == ["512", "512"]
 
 
+def test_bench_credits_no_run_without_graphs_with_a_gain(
+    training: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(training)
+    script.write_text(script.read_text().replace('"emulated"', '"off"'))
+    assert main(["bench", training, "24"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "no step ran from a graph, so both runs are the same work" in text and "as fast" not in text
+    script.write_text(UNUSED)
+    assert main(["bench", training]) == 2
+    printed = capfd.readouterr()
+    assert "train.py uses nothing of pygraph-train, so both runs are the same work" in printed.err
+    assert not printed.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["{}", "9", "--raises"], "train.py with PYGRAPH_DISABLE=1 failed with exit status 1"),
         (["{}", "1"], "made fewer than two steps with optimizers"),
-        (["absent.py"], "absent.py with PYGRAPH_DISABLE=1 failed"),
+        (["absent.py"], "pygraph: there is no file absent.py"),
+        (["{}", "1", "--steps", "5"], "--steps stands behind the script, so it is the script's"),
     ],
 )
 @pytest.mark.quick

@@ -390,6 +390,49 @@ def test_a_lightning_module() -> None:
     assert any("no Trainer yet" in note for note in found.notes)
 
 
+def test_a_lightning_module_under_manual_optimization() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Two(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.net, self.reads = Net(), reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.net(x)
+            largest = out.max().item() if self.reads else 1.0  # here
+            return out.sin() * largest
+
+    class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.other = Net(), Two(reads)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, net in zip(self.optimizers(), (self.one, self.other), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = cross_entropy(net(batch[0]), batch[1])
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 1.0)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+            self.log_dict({"loss": loss})
+
+        def configure_optimizers(self) -> Any:
+            return [adamw(self.one), adamw(self.other)]
+
+    for reads in (False, True):
+        module = Module(reads)
+        before = frozen(module.state_dict())
+        found = explain(module, batches(1)[0])
+        assert differs(before, frozen(module.state_dict())) is None and "optimizers" not in vars(module)
+        assert found.plan == "{F} {B} {O}" and found.graphs_of_forward == 2 + reads, found
+        wanted = [line_of(Two.forward, "# here")] if reads else []
+        assert [o.where for o in found.obstacles] == wanted, found
+
+
 def test_a_graphed_step_of_accelerate() -> None:
     pytest.importorskip("accelerate")
     from accelerate_training import fresh_state

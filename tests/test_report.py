@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
@@ -82,6 +84,34 @@ def test_a_reason_is_counted_once() -> None:
     assert not report.fell_back(Fallback("x", "a.py:1", "", 2))
     assert report.fell_back(Fallback("x", "a.py:2", "", 3))
     assert [f.count for f in report.fallbacks] == [2, 1]
+
+
+def test_what_holds_on_the_cpu_alone_is_named_last() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG) as step:
+        for batch in batches(12):
+            step(batch)
+        assert "Adam's CPU kernels" in step.report().headline()
+        assert "a GPU has other kernels" in step.report().headline()
+        step.report().fell_back(Fallback("something else stands in the way", None, "", 1))
+        assert "CPU kernels" not in step.report().headline()
+
+
+def test_many_shapes_are_named_with_their_number() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss_of_rows(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with GraphedStep(loss_of_rows, model=model, optimizer=adamw(model), config=CONFIG) as step:
+        for rows in [*range(3, 9), *range(3, 23)]:
+            step(torch.randn(rows, 6))
+        text = " ".join(str(step.report()).split())
+        (found,) = [f for f in step.report().fallbacks if "sets of shapes" in f.reason]
+    shapes = int(re.findall(r"recorded for (\d+) sets of shapes", found.reason)[0])
+    assert 8 < shapes <= 20 and shapes == step.report().captures[-1].shapes
+    assert f"In the way of more: {found.reason}. Pad batches" in text
 
 
 def test_empty_report_prints() -> None:

@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     "an optimizer that torch cannot capture": (
         lambda: trained(Net(), adam),
         r"Forward and backward ran from graphs in 38 of 40 training steps \(95%\), the optimizer in none, as plan "
-        r"{F} {B} O on the emulated engine. In the way of more: the optimizer runs outside of the graph: Adam's CPU "
+        r"{F} {B} O on the emulated engine. In the way of more: the optimizer runs outside of graphs: Adam's CPU "
         r"kernels .*",
     ),
     "an optimizer that is left out": (
@@ -123,11 +123,15 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     ),
     "graphs off": (
         lambda: trained(Net(), engine="off"),
-        r"None of the 40 training steps ran from graphs. Graphs are off: steps run as you wrote them.",
+        r"Graphs are off: steps run as you wrote them.",
     ),
     "too few steps": (
         lambda: trained(Net(), steps=2),
         r"None of the 2 training steps ran from graphs. Graphs begin after a warm-up, and it has not ended.",
+    ),
+    "steps for little more than the warm-up": (
+        lambda: trained(Net(), steps=6),
+        r"Forward and backward ran from graphs in 4 of 6 .* The run is short, and the warm-up took most of its steps.",
     ),
     "no steps": (StepReport, r"No training step was counted."),
 }

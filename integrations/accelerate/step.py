@@ -33,11 +33,8 @@ class GraphedStepFunction(NotCopied):
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._accelerator = accelerator
-        self._loop = loop
+        self._loop, loop.patience = loop, 1
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self._report = loop.report if loop.active else StepReport()
-        if not loop.active:
-            self._report.note("graphs are off: steps run as you wrote them")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step.
@@ -46,7 +43,7 @@ class GraphedStepFunction(NotCopied):
             What the function returns, detached: tensors of their own.
         """
         if not self._loop.active:
-            quietly(self._report.step_began)
+            quietly(self._loop.report.step_began)
         executes(STEP)
         loop = self._loop
         before, loop.within_step = loop.within_step, True
@@ -60,7 +57,7 @@ class GraphedStepFunction(NotCopied):
 
     def report(self) -> StepReport:
         """What became of the steps so far, and of the rest of the loop. Prints as a table."""
-        return self._report
+        return self._loop.report
 
     def parts(self) -> tuple[Callable[..., Any], Any, Loop]:
         """The function, its Accelerator, and what else of this training is graphed."""

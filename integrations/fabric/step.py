@@ -111,6 +111,8 @@ class FabricStep(LossSteps):
         self._loss_program: _FabricProgram | None = None
         if manual:
             self._report = surely(StepReport, SETTING_UP)
+            if not loop.active:
+                quietly(lambda: self._report.note(loop.why_off))
             return quietly(lambda: loop.report.whole_step(self._name, self._report))
         program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
         super().__init__(program, loop.config, engine, loop.why_off)

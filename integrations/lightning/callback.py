@@ -43,7 +43,7 @@ from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of, why_not_spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
-from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, show, switched_off, tell_why_off
+from pygraph_train.report.announcements import show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
@@ -144,9 +144,7 @@ class PyGraphCallback(Callback):
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if switched_off() or self.config.engine == "off":
-            self._report.note(graphs_are_off("training ran as you wrote it"))
-            tell_why_off(self.config)
-            return
+            return self._report.note(tell_why_off(self.config))
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
             self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, 0))
@@ -156,9 +154,7 @@ class PyGraphCallback(Callback):
             return
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
-            self._report.note(NO_DEVICE)
-            tell_why_off(self.config)
-            return
+            return self._report.note(tell_why_off(self.config))
         if not pl_module.automatic_optimization:
             self._step = manual = ManualOptimization(trainer, pl_module, self.config)
             self._report = manual.report
@@ -210,7 +206,7 @@ class PyGraphCallback(Callback):
         """Give everything back, and show what happened."""
         quietly(self._detach)
         asked = self.config.print_report and stage == "fit" and trainer.is_global_zero
-        if asked and (self._report.steps or self._report.fallbacks):
+        if asked and (self._report.steps or self._report.fallbacks or self._report.notes):
             show(self._report)
 
     def _detach(self) -> None:

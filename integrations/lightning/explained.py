@@ -17,6 +17,8 @@ from pygraph_train.random_state import random_numbers_kept
 
 __all__ = ["subject_of_module"]
 
+_OF_THE_TRAINER = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_schedulers")
+
 
 def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
     """`training_step` of a LightningModule, and the optimizer that it configures.
@@ -33,9 +35,19 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if trainer is None:
         notes.append("The module has no Trainer yet, so precision, strategy and callbacks were not examined.")
 
+    left_out: list[tuple[Any, str, Any]] = [(module, "log", nothing), (module, "log_dict", nothing)]
+    if not module.automatic_optimization:
+        given = optimizers[0] if len(optimizers) == 1 else optimizers
+        left_out += [(module, name, nothing) for name in _OF_THE_TRAINER]
+        left_out += [(o, name, nothing) for o in optimizers for name in ("step", "zero_grad")]
+        left_out.append((module, "optimizers", lambda **_: given))
+        left_out.append((module, "manual_backward", lambda loss, *args, **kw: loss.backward(*args, **kw)))
+        notes.append(
+            "Calls of the Trainer (toggling, clipping, schedulers) and of the optimizers were not made."
+        )
+
     def context() -> AbstractContextManager[None]:
-        # which need a training
-        return standing_in([(module, "log", nothing), (module, "log_dict", nothing)])
+        return standing_in(left_out)
 
     name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
     subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)

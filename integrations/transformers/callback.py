@@ -150,7 +150,7 @@ def show_report(report: LoopReport, args: Any, config: PyGraphConfig) -> None:
     if (
         config.print_report
         and args.process_index == 0
-        and (report.steps or report.fallbacks or report.whole_steps)
+        and (report.steps or report.fallbacks or report.whole_steps or report.notes)
     ):
         show(report)
 

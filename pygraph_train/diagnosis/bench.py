@@ -28,6 +28,13 @@ from pygraph_train.report.step_report import StepReport
 __all__ = ["Comparison", "compare"]
 
 
+_SAME = "no step ran from a graph, so both runs are the same work and the difference of their times is noise"
+_UNUSED = (
+    "uses nothing of pygraph-train, so both runs are the same work and any difference is noise. Put the library into "
+    "the script, as the README shows"
+)
+
+
 class _Enough(BaseException):
     """The run has made all steps that were asked for. No `except Exception` of the script takes it."""
 
@@ -40,25 +47,28 @@ class Comparison(Printed):
     graphed: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """For `json.dumps`. `ratio` says how many times as fast a step is with the library."""
-        ratio = self.without["ms_per_step"] / self.graphed["ms_per_step"]
+        """For `json.dumps`. `ratio` says how many times as fast a step is with the library: None without graphs."""
+        ratio = self.without["ms_per_step"] / self.graphed["ms_per_step"] if self.graphed["graphs"] else None
         return {"without": self.without, "with": self.graphed, "ratio": ratio}
 
     def headline(self) -> str:
-        told = f"a step is {self.to_dict()['ratio']:.2f} times as fast with the library"
+        ratio = self.to_dict()["ratio"]
+        told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
         return f"{told}. The report of the run with it: {self.graphed['headline']}"
 
     def rows(self) -> list[tuple[str, str]]:
         pairs = [(key.replace("_", " "), self.without[key], self.graphed[key]) for key in self.without]
-        return [(name, f"{a!s:>12} {b!s:>12}") for name, a, b in [("", "without", "with"), *pairs[:-1]]]
+        return [(name, f"{a!s:>12} {b!s:>12}") for name, a, b in [("", "without", "with"), *pairs[:-2]]]
 
 
 def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
     """Run a script twice, as `python script.py` runs it, for so many optimizer steps (0: to its end).
 
     Raises:
-        ValueError: a run has failed, or made fewer than two steps.
+        ValueError: a run has failed, or made fewer than two steps, or the script does not use the library.
     """
+    if not Path(script).is_file():
+        raise ValueError(f"there is no file {script}")
     runs = []
     for disable in ("1", "0"):
         with tempfile.TemporaryDirectory() as folder:
@@ -70,6 +80,8 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
             runs.append(json.loads(out.read_text()))
         if runs[-1]["steps"] < 2:
             raise ValueError(f"{run} made fewer than two steps with optimizers of torch, so it has no times")
+    if not runs[1]["headline"]:
+        raise ValueError(f"{script} {_UNUSED}")
     return Comparison(*runs)
 
 
@@ -118,14 +130,16 @@ class _Clock:
         return statistics.median(ms or [0.0])
 
 
-def _headline(reports: list[Any]) -> str:
-    """First line of the report on the training with the most steps."""
+def _told(reports: list[Any]) -> dict[str, Any]:
+    """First line of the report on the training with the most steps, "" without a report; how much came from graphs."""
     size = {id(r): sum(part.progress().made for part in r.parts()) for r in reports}
+    graphs = sum(sum(r.phases_from_graphs.values()) for r in reports)
     backend: Any = sys.modules.get("pygraph_train.backend")
     if backend is not None and not any(size.values()):
-        return str(backend.report().headline())
+        found = backend.report()
+        return {"graphs": sum(r.replays for r in found.regions), "headline": found.headline()}
     reports.sort(key=lambda r: (-size[id(r)], -len(r.notes + r.fallbacks)))
-    return str(reports[0].headline()) if reports else "the script uses nothing of pygraph-train."
+    return {"graphs": graphs, "headline": reports[0].headline() if reports else ""}
 
 
 def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
@@ -154,7 +168,7 @@ def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
         "steps": len(clock.ends),
     }
     found["peak_mib"] = torch.cuda.max_memory_reserved() >> 20 if on_device else peak
-    found |= {"peak_of": "device" if on_device else "process", "headline": _headline(reports)}
+    found |= {"peak_of": "device" if on_device else "process", **_told(reports)}
     Path(out).write_text(json.dumps(found))
 
 

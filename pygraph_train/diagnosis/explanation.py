@@ -65,7 +65,7 @@ class Explanation:
     def _headline(self) -> str:
         count = len(self.obstacles)
         if count == 0:
-            return f"Nothing was found that keeps {self.name} from being one graph."
+            return f"No obstacle was found in {self.name}."
         obstacles = "1 obstacle keeps" if count == 1 else f"{count} obstacles keep"
         return f"{obstacles} {self.name} from being one graph."
 

@@ -19,11 +19,19 @@ from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.graphs.devices import let_go, make_engine
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.optimizers.kernels import plan_group, supported_class
-from pygraph_train.optimizers.several import OptimizerSet, preparation_of
+from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import graphs_apart
-from pygraph_train.problems import Problem, defined_at, first_line, is_user_file, user_line_in, user_location
+from pygraph_train.problems import (
+    ONLY_ON_CPU,
+    Problem,
+    defined_at,
+    first_line,
+    is_user_file,
+    user_line_in,
+    user_location,
+)
 from pygraph_train.report.announcements import switched_off
+from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.module_call import tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
@@ -194,6 +202,8 @@ class _Look:
     def _raised(self, error: Exception) -> Problem:
         if isinstance(error, TypeError) and self._returned:
             return Problem(first_line(error), defined_at(self._subject.program.function()))
+        if SECOND_BACKWARD in str(error):
+            return replace(BACKWARD_MADE, where=defined_at(self._subject.program.function()))
         what = f"the step raises {type(error).__name__}: {first_line(error)}"
         return Problem(what, user_location(error.__traceback__), "Explain a step that runs")
 
@@ -207,8 +217,8 @@ class _Look:
             problem = why_update_is_plain(program, preparation)
         finally:
             preparation.close()
-        if problem is not None and self._engine.name == "emulated" and _is_of_cpu(problem, program.optimizer):
-            self._subject.notes.append(f"On the CPU, other than on a GPU, {problem.reason}.")
+        if problem is not None and ONLY_ON_CPU in problem.reason:
+            self._subject.notes.append(f"On the CPU {problem.reason}.")
             problem = None
         self._updates = problem is None
         if problem is not None:
@@ -221,11 +231,13 @@ class _Look:
         looked = self._runs > 0
         parts = [k for k, part in enumerate(self._called) if part.trains]
         problems = [*found, *self._of_graphs(), *self._problems]
-        breaks: list[Problem] = []
+        program, breaks = self._subject.program, list[Problem]()
         beside: list[Problem] = []
         for k, part in enumerate(self._called):
             if part.end is not None:
                 cuts = parts and parts[0] <= k < parts[-1]
+                if program.by_hand:  # its own lines run in Python, and the modules that it calls have graphs
+                    cuts = cuts and not _is_line_of(program.function(), part.end.where)
                 (breaks if cuts else beside).append(part.end)
         graphed = self._settled
         plan = graphs_apart(graphed, graphed, looked and self._updates)
@@ -299,15 +311,9 @@ def _seconds(run: Callable[[], object]) -> float:
     return (time.perf_counter() - started) / _RUNS
 
 
-def _is_of_cpu(problem: Problem, optimizer: Any) -> bool:
-    """Whether only the kernels of the CPU are against a graph of the update."""
-    for one in optimizer.members if isinstance(optimizer, OptimizerSet) else [optimizer]:
-        cls = supported_class(one)
-        for group in one.param_groups if cls is not None else ():
-            here = plan_group(cls, group, "cpu").reason  # type: ignore[arg-type]
-            if here is not None and here in problem.reason:
-                return plan_group(cls, group, "cuda").reason is None  # type: ignore[arg-type]
-    return False
+def _is_line_of(fn: Any, where: str | None) -> bool:
+    code = getattr(fn, "__code__", None)
+    return code is not None and where in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
 
 
 def _break_of(gm: GraphModule) -> Problem | None:

@@ -28,6 +28,7 @@ from torch.optim import (
     SparseAdam,
 )
 
+from pygraph_train.problems import ONLY_ON_CPU
 from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
 __all__ = [
@@ -102,16 +103,14 @@ def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str
     name = optimizer_class.__name__
     fused = bool(flags.get("fused"))
     if device_type == "cpu":
-        if optimizer_class not in FUSED:
-            return GroupPlan(
-                reason=f"{name} has no fused CPU kernels, and torch supports capturable only on GPUs"
-            )
-        if not fused:
+        if optimizer_class in FUSED and fused:
+            return GroupPlan()
+        reason = f"{name} has no fused CPU kernels, and torch supports capturable only on GPUs"
+        if optimizer_class in FUSED:
             read = "learning rate" if optimizer_class is SGD else "step count"
-            return GroupPlan(
-                reason=f"{name}'s CPU kernels read the {read} on the host; pass fused=True to capture them"
-            )
-        return GroupPlan()
+            reason = f"{name}'s CPU kernels read the {read} on the host; pass fused=True to capture them"
+        on_gpu = plan_group(optimizer_class, flags, "cuda").reason
+        return GroupPlan(reason=f"{reason} ({ONLY_ON_CPU})" if on_gpu is None else reason)
     if device_type != "cuda":
         return GroupPlan(reason=f"{name}'s parameters are on {device_type}, which has no CUDA graphs")
     if optimizer_class in CAPTURABLE:

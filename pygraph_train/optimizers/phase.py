@@ -35,7 +35,7 @@ from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 __all__ = ["OF_SHARDS", "OptimizerPhase"]
 
 OF_SHARDS = Problem(
-    "the optimizer runs outside of the graph: parameters are sharded, and clipping or scaling their gradients needs "
+    "the optimizer runs outside of graphs: parameters are sharded, and clipping or scaling their gradients needs "
     "all ranks"
 )
 """Reason against a graph of the update alone: ranks vote on whole steps only."""
@@ -427,7 +427,7 @@ def _copy(gradient: Tensor) -> Tensor:
 
 
 def _outside(reason: str, fix: str = "") -> Problem:
-    return Problem(f"the optimizer runs outside of the graph: {reason}", fix=fix)
+    return Problem(f"the optimizer runs outside of graphs: {reason}", fix=fix)
 
 
 _ABSENT = _outside(

@@ -168,7 +168,7 @@ class OptimizerPreparation:
     def problem(self) -> Problem | None:
         """`reason` as a row of the report."""
         reason = self.reason
-        return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+        return None if reason is None else Problem(f"the optimizer runs outside of graphs: {reason}")
 
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
@@ -480,7 +480,7 @@ class OptimizerPreparation:
     def what_changed(self) -> Problem:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
         return Problem(
-            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or the memory of "
+            "the optimizer runs outside of graphs: a hyperparameter other than the learning rate, or the memory of "
             "the optimizer's state, changes again and again",
             fix=advice_on_numbers(self._optimizer),
         )

@@ -12,19 +12,20 @@ from pygraph_train.torch_private.names import lacking
 __all__ = [
     "FORWARD_IS_OFF",
     "NO_DEVICE",
-    "graphs_are_off",
     "show",
     "switched_off",
     "tell_once",
     "tell_why_off",
 ]
 
-_DISABLED = "PYGRAPH_DISABLE is set: training runs without graphs"
+_DISABLED = "PYGRAPH_DISABLE is set, so steps run as you wrote them"
 FORWARD_IS_OFF = (
     "forward='off' is set, so forward and backward run without graphs: "
     "eager kernels have no graph of a backward alone"
 )
-NO_DEVICE = "no CUDA device: training runs without graphs (engine='emulated' shows how graphs work)"
+NO_DEVICE = (
+    "no CUDA device holds the model, so steps run as you wrote them (engine='emulated' shows how graphs work)"
+)
 
 
 def switched_off() -> str | None:
@@ -35,31 +36,29 @@ def switched_off() -> str | None:
     return None if problem is None else str(problem)
 
 
-def graphs_are_off(instead: str) -> str:
-    """The note in a report of training without graphs."""
-    problem = lacking()
-    return f"graphs are off: {instead}" if problem is None else str(problem)
-
-
 @functools.cache
 def tell_once(text: str) -> None:
     """Warn on the library's logger, once in a process."""
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str | None:
-    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the reason if it was `why`.
+def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str:
+    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the note for the report.
 
     Args:
         config: options.
         why: the reason, where neither the environment nor the options switched graphs off.
     """
+    problem = lacking()  # which says so itself
     if disabled_by_environment():
         tell_once(_DISABLED)
-    elif config.engine != "off" and lacking() is None:  # which says so itself
-        tell_once(why)
-        return why
-    return None
+        return f"graphs are off: {_DISABLED}"
+    if problem is not None:
+        return str(problem)
+    if config.engine == "off":
+        return "graphs are off: steps run as you wrote them"
+    tell_once(why)
+    return why
 
 
 def show(report: object) -> None:

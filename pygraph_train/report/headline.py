@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pygraph_train.plans import Phase
-from pygraph_train.report.progress import Progress
+from pygraph_train.problems import ONLY_ON_CPU
+from pygraph_train.report.progress import RECENT, Progress
 
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import Fallback, StepReport
@@ -16,6 +17,7 @@ __all__ = ["Headline", "counts_of"]
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "the optimizer"}
 
 _NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."
+_SHORT = "The run is short, and the warm-up took most of its steps."
 _WARM_UP = "Graphs begin after a warm-up, and it has not ended."
 
 _CLOSE = 0.1
@@ -56,8 +58,10 @@ class Headline:
 
     def _what_ran(self) -> str:
         total = self._total
+        if self._report.why_no_step or (not total.made and self._report.fallbacks):
+            return ""
         if not total.made:
-            return "" if self._report.why_no_step else "No training step was counted."
+            return "No training step was counted."
         figure = _figure_of(total)
         if not any(map(total.phase, Phase)):
             return f"{figure}."
@@ -85,7 +89,7 @@ class Headline:
             missing.remove(Phase.OPTIMIZER)
         self._fallback = self._most_important(missing)
         if self._fallback is not None:
-            return f"In the way of more: {_reason_with_place(self._fallback)}"
+            return f"In the way of {'more' if total.made else 'graphs'}: {_reason_with_place(self._fallback)}"
         if not missing:
             return "Nothing stands in the way of more."
         self._other = next((note for part in self._parts for note in part.notes), "")
@@ -93,11 +97,17 @@ class Headline:
             return _sentence(self._other)
         if missing == [Phase.OPTIMIZER] and any(waits := [part.update_waits for part in self._parts]):
             return _sentence(max(waits))
-        return _NO_REASON if any(map(total.phase, Phase)) else _WARM_UP
+        if not any(map(total.phase, Phase)):
+            return _WARM_UP
+        return _NO_REASON if len(total.recent) == RECENT else _SHORT
 
     def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:
-        """The reason that costs most: about a phase without a graph, else the one that was met most often."""
-        fallbacks = [fallback for part in self._parts for fallback in part.fallbacks]
+        """The reason that costs most: about a phase without a graph, else the one that was met most often.
+
+        One that holds on the CPU alone is the last.
+        """
+        found = [fallback for part in self._parts for fallback in part.fallbacks]
+        fallbacks = [f for f in found if ONLY_ON_CPU not in f.reason] or found
         if not missing:
             return max(fallbacks, key=lambda f: f.count, default=None)
         alone = list(missing) == [Phase.OPTIMIZER]

@@ -80,4 +80,4 @@ class LoopReport(StepReport):
     def why_no_step(self) -> str:
         """Why no step is counted, where something is known of that."""
         nothing = self.engine != "off" and not self.steps and not self.whole_steps
-        return _NO_OPTIMIZER if nothing and not self.fallbacks else ""
+        return _NO_OPTIMIZER if nothing and not self.fallbacks else super().why_no_step

@@ -21,6 +21,9 @@ __all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
 
 log = logging.getLogger("pygraph_train")
 
+_MANY_SHAPES = 8
+_PAD = "Pad batches to fewer sizes: steps with new shapes run without a graph, and then a recording is made"
+
 
 @dataclass(frozen=True)
 class CaptureRecord:
@@ -32,6 +35,7 @@ class CaptureRecord:
         nodes: device operations in it, -1 where they cannot be counted.
         compiled: whether it holds Inductor's kernels.
         step: the training step in which it was made.
+        shapes: for so many sets of shapes one part of the step has recordings now.
     """
 
     plan: str
@@ -39,6 +43,7 @@ class CaptureRecord:
     nodes: int
     compiled: bool
     step: int
+    shapes: int = 1
 
 
 @dataclass
@@ -139,6 +144,11 @@ class StepReport(Printed):
     def captured(self, record: CaptureRecord) -> None:
         """Note a capture."""
         self.captures.append(record)
+        if record.shapes > _MANY_SHAPES:
+            told = next((f for f in self.fallbacks if f.fix == _PAD), None)
+            if told is None:
+                self.fallbacks.append(told := Fallback("", None, fix=_PAD, step=record.step))
+            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes"
 
     def fell_back(self, fallback: Fallback) -> bool:
         """Note a reason; True when it was not known yet."""
@@ -166,8 +176,8 @@ class StepReport(Printed):
 
     @property
     def why_no_step(self) -> str:
-        """Why no step is counted, where something is known of that."""
-        return ""
+        """Why no step is counted or has graphs, where something is known of that."""
+        return self.notes[0] if self.engine == "off" and self.notes else ""
 
     def progress(self) -> Progress:
         """How much of the steps ran from graphs. Steps of other parts are not in it."""

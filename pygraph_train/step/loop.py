@@ -25,16 +25,10 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import (
-    FORWARD_IS_OFF,
-    NO_DEVICE,
-    graphs_are_off,
-    switched_off,
-    tell_why_off,
-)
+from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import CaptureRecord, Fallback
-from pygraph_train.step.chooser import RARE, Chooser, chooser_for
+from pygraph_train.step.chooser import RARE, Chooser, chooser_for, shapes_of
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
@@ -73,6 +67,7 @@ class Loop:
         left: how many further steps there will be, infinity where nobody knows.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
+        patience: after so many steps without an optimizer the report says that there is none.
 
     Raises:
         ValueError: the engine asked for cannot work on that device.
@@ -93,22 +88,18 @@ class Loop:
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
-        self.over = False
+        self.over, self.patience = False, _PATIENCE
         self._counts_steps, self.within_step = True, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
-        if switched_off() or config.engine == "off":
-            self.report.note(graphs_are_off("training runs as you wrote it"))
-            tell_why_off(config)
-            return
         if arranged(lambda: self._start(config, device, refused), self.report.failed) is None:
             self.active, self._engine = False, None
 
     def _start(self, config: PyGraphConfig, device: torch.device, refused: Problem | None) -> bool:
-        self._engine = make_engine(config.engine, device)
+        self._engine = None if switched_off() else make_engine(config.engine, device)
         if self._engine is None:
-            self.report.note(NO_DEVICE)
-            tell_why_off(config)
+            self.why_off = tell_why_off(config)
+            self.report.note(self.why_off)
             return True
         if refused is not None:
             self.refuse(refused.reason, refused.fix)
@@ -316,7 +307,7 @@ class Loop:
         for r in regions:
             r.replays = r.plain = r.parts = 0
             if r.recorded:
-                report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps))
+                report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps, shapes_of(r)))
                 r.recorded, r.seconds = 0, 0.0
         for call in self._calls:
             called, call.calls = called or call.calls > 0, 0
@@ -326,7 +317,7 @@ class Loop:
         report.step_ended(
             graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
         )
-        if self._steps == _PATIENCE and not self._optimizers:
+        if self._steps == self.patience and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
         if missed:
             self._tell(RARE)

@@ -32,7 +32,8 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of
-from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, tell_once, tell_why_off
+from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.not_copied import NotCopied
@@ -41,7 +42,13 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.trees import detached_results
 
-__all__ = ["LossProgram", "LossSteps"]
+__all__ = ["BACKWARD_MADE", "SECOND_BACKWARD", "LossProgram", "LossSteps"]
+
+SECOND_BACKWARD = "a second time"  # what torch says of it
+BACKWARD_MADE = Problem(
+    "the function for the loss makes the backward itself",
+    fix="Let it return the loss only, without backward() and optimizer.step(), or pass manual_optimization=True",
+)
 
 _all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
 """Those that exist: several may share an optimizer."""
@@ -77,8 +84,7 @@ class LossSteps(NotCopied):
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
-            told = tell_why_off(config, why_off)
-            self._report.note(told or graphs_are_off("steps run as you wrote them"))
+            self._report.note(tell_why_off(config, why_off))
         else:
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed
@@ -354,7 +360,12 @@ class LossProgram:
             self.optimizer.zero_grad()
         with self.replication.micro_batch(sync=position.sync):
             loss, result = self.forward(call, args, kwargs)
-            self.backward(loss)
+            try:
+                self.backward(loss)
+            except RuntimeError as error:
+                if SECOND_BACKWARD in str(error):
+                    raise theirs(RuntimeError(str(BACKWARD_MADE))) from error
+                raise
         if position.update:
             update(self.before_update(), (position.constants, self.constants()))
         return detached_results(result)

@@ -21,7 +21,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.step.chooser import RARE, chooser_for
+from pygraph_train.step.chooser import RARE, chooser_for, shapes_of
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
@@ -218,7 +218,7 @@ class PhaseRunner:
             regions.close()
             self._runs_plain = True
         if regions.recorded:
-            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step)
+            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step, shapes_of(regions))
             training.report.captured(record)
             regions.recorded, regions.seconds = 0, 0.0
         speaks = regions.replays or training.reasons or training.config.forward == "off"
@@ -278,7 +278,7 @@ def why_no_phases(program: StepProgram) -> Problem | None:
 def why_update_is_plain(program: StepProgram, preparation: OptimizerPreparation) -> Problem | None:
     """Why the update of such a step gets no graph."""
     reason = preparation.reason or program.why_update_stays_outside(preparation)
-    return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+    return None if reason is None else Problem(f"the optimizer runs outside of graphs: {reason}")
 
 
 NO_GRAPH = Problem(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback
+from pygraph_train import GraphedStep, PyGraphCallback, PyGraphError, PyGraphTrainerCallback, explain
 from pygraph_train.report.announcements import tell_once
 
 from .compare import ENGINE
@@ -62,6 +62,25 @@ def test_what_a_loop_may_do_between_steps_is_no_news(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+@pytest.mark.parametrize("engine", [ENGINE, "off"])
+@pytest.mark.passes_without_graphs("it raises")
+def test_a_function_for_the_loss_that_makes_the_whole_step(engine: Any) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def whole(batch: Any) -> Any:
+        loss = loss_of(model)(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"makes the backward itself.*return the loss only.*manual_optim"):
+        GraphedStep(whole, model=model, optimizer=optimizer, engine=engine)(batches(1)[0])
+    (obstacle,) = explain(whole, batches(1)[0], model=model, optimizer=optimizer).obstacles
+    assert "manual_optimization=True" in obstacle.fix
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.passes_without_graphs("a sentence is asked for")
 def test_an_optimizer_that_was_not_prepared(*, whole: bool) -> None:
@@ -79,7 +98,7 @@ def test_an_optimizer_that_was_not_prepared(*, whole: bool) -> None:
         optimizer.zero_grad()
 
     made = accelerator.graphed_step(step) if whole else step
-    for batch in batches(24):
+    for batch in batches(8):
         made(batch)
     assert "Pass the optimizer to accelerator.prepare" in accelerator.pygraph.report().headline()
 
@@ -99,7 +118,7 @@ def test_why_there_are_no_graphs_is_said_once(
         for _ in range(2):
             GraphedStep(loss_of(model), model=model).close()
     (record,) = caplog.records
-    assert why in record.getMessage() and "training runs without graphs" in record.getMessage()
+    assert why in record.getMessage() and "so steps run as you wrote them" in record.getMessage()
 
 
 def test_the_callback_of_lightning_in_the_trainer_of_transformers(tmp_path: Path) -> None:

@@ -208,11 +208,13 @@ def test_a_fit_that_is_over_is_freed() -> None:
     assert [reference() for reference in over] == [None] * 4
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("engine", "asked"), [(ENGINE, True), (ENGINE, False), ("off", True)])
 @pytest.mark.passes_without_graphs("it is printed whatever runs")
-def test_the_report_is_printed_where_it_is_wanted(capsys: pytest.CaptureFixture[str], *, asked: bool) -> None:
+def test_the_report_is_printed_where_it_is_wanted(
+    capsys: pytest.CaptureFixture[str], *, engine: str, asked: bool
+) -> None:
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    ours = PyGraphCallback(engine=ENGINE, print_report=asked)
+    ours = PyGraphCallback(engine=engine, print_report=asked)
     trainer = pl.Trainer(accelerator=ACCELERATOR, devices=1, max_epochs=1, callbacks=[ours], **quiet)
     trainer.fit(Module(), loader(batches(8)))
     assert capsys.readouterr().out.count("pygraph-train: ") == asked
