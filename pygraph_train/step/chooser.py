@@ -167,7 +167,9 @@ RARE = Problem(
 def shapes_of(regions: PhaseRegions) -> int:
     """For how many sets of shapes one region has recordings: the most of all."""
     keys = [[key for *_, key in region.slots] for region in regions.regions]
-    return max([len({tuple(s for s in key if isinstance(s, tuple)) for key in of_one}) for of_one in keys], default=1)
+    return max(
+        [len({tuple(s for s in key if isinstance(s, tuple)) for key in of_one}) for of_one in keys], default=1
+    )
 
 
 def chooser_for(
