@@ -138,7 +138,7 @@ def _obstacle() -> str | None:
     if torch.__version__ < TRIED[0]:  # compares versions, not text
         return f"torch {torch.__version__} is too old: pygraph-train needs {TRIED[0]} or newer. Install that."
     if not what_is_off()[1]:
-        return "torch lacks private names that all graphs need, so training runs as you wrote it."
+        return "torch lacks private names that all graphs need, so steps run as you wrote them."
     if torch.version.hip is not None:
         return "torch was built for ROCm, and pygraph-train knows CUDA graphs only."
     if torch.cuda.is_available():

@@ -35,7 +35,7 @@ _log = logging.getLogger("pygraph_train")
 TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Versions of torch that the library was tried with, the newest one last. pyproject.toml has the same bounds."""
 
-GRAPHS = "training runs as you wrote it"
+GRAPHS = "steps run as you wrote them"
 GROWING = "forward and backward of such steps run as you wrote them"
 
 
