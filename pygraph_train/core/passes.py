@@ -7,7 +7,7 @@ import contextlib
 import functools
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ def _checkpointed(body: Any, *args: Any, contexts: Any = noop_context_fn, **kwar
 
     given, sets_back = [args[i] for i in leads], contexts is noop_context_fn
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=sets_back, context_fn=contexts)
+
+
+@torch.no_grad()
+def _untrained(body: Any, *args: Any, **kwargs: Any) -> Any:
+    """A reentrant checkpoint of inputs that need no gradients: torch trains nothing within."""
+    return body(*args)
+
+
+def _needs_gradients(inputs: Sequence[Any]) -> bool:
+    """Whether one of a checkpoint's inputs does, other than the parameters that Dynamo adds to them."""
+    examples = [node.meta.get("example_value") for node in inputs if isinstance(node, Node)]
+    return any(
+        isinstance(t, Tensor) and t.requires_grad and not isinstance(t, nn.Parameter) for t in examples
+    )
 
 
 def _checkpointed_draws(body: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,6 +234,8 @@ def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
         if target.name() == "tag_activation_checkpoint":
             draws = _draws(gm.get_submodule(node.args[0].target))
             node.target, changed = _checkpointed_draws if draws else _checkpointed, True
+            if node.kwargs.get("use_reentrant") and not _needs_gradients(node.args[1:]):
+                node.target = _untrained
         elif target.name() not in _EAGER_OPERATORS:
             return gm, f"eager kernels cannot compute {target.name()}"
     if changed:
