@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         from pygraph_train.integrations.accelerate.explained import subject_of_step
 
         return subject_of_step(step, args, kwargs)
+    if (by_hand := getattr(step, "by_hand", None)) is not None:
+        subject = _subject(by_hand.fn, args, kwargs, by_hand.model, list(by_hand.optimizers), manual=True)
+        without_updates = subject.context
+        subject.context = lambda: _both(by_hand.loop.paused(), without_updates())
+        return subject
     if isinstance(step, LossSteps):
         program = copy.copy(step.program)  # to which it may tell what it is asked here
         subject = Subject(_name(program.function()), program, args, kwargs)
@@ -93,6 +99,12 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         left_out = [(o, name, nothing) for o in stepped for name in ("step", "zero_grad")]
         subject.context = lambda: standing_in(left_out)
     return subject
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _listed(optimizer: Any) -> list[Any]:

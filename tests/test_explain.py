@@ -390,6 +390,24 @@ def test_a_lightning_module() -> None:
     assert any("no Trainer yet" in note for note in found.notes)
 
 
+def test_a_graphed_step_that_makes_its_backwards_and_updates() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step_fn(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    options = {"model": model, "optimizer": optimizer, "manual_optimization": True}
+    step, batch = GraphedStep(step_fn, engine="emulated", **options), torch.randn(3, 4)
+    step(batch)
+    assert explain(step, batch).to_dict() == explain(step_fn, batch, **options).to_dict()
+    assert step.report().to_dict()["steps"] == 1
+
+
 def test_a_lightning_module_under_manual_optimization() -> None:
     pl = pytest.importorskip("lightning.pytorch")
 

@@ -29,6 +29,7 @@ class StepsByHand:
         config: options.
 
     Attributes:
+        fn, model, optimizers: as given.
         loop: of which each call is a step.
     """
 
@@ -40,7 +41,7 @@ class StepsByHand:
         device: torch.device,
         config: PyGraphConfig,
     ) -> None:
-        self._fn, self._optimizers = fn, optimizers
+        self.fn, self.model, self.optimizers = fn, model, optimizers
         self.loop = Loop(config, device)
         self._graphs: list[OptimizerGraph] = []
         arranged(lambda: self._take(model), self.loop.report.failed)
@@ -51,7 +52,7 @@ class StepsByHand:
             return
         for module in called_parts(model):
             loop.take_module(module)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             graph = loop.take_optimizer(optimizer)
             if graph is not None:
                 self._graphs.append(graph)
@@ -59,7 +60,7 @@ class StepsByHand:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step."""
         with standing_in([(graph.optimizer, "step", self._stepping(graph)) for graph in self._graphs]):
-            result = self._fn(*args, **kwargs)
+            result = self.fn(*args, **kwargs)
         self.loop.step_ended()
         return detached_results(result)
 

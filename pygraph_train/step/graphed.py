@@ -91,12 +91,12 @@ class GraphedStep(LossSteps):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._device = device
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
-        self._by_hand: StepsByHand | None = None
+        self.by_hand: StepsByHand | None = None
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
             steps = stepped.members if isinstance(stepped, OptimizerSet) else [stepped]
-            self._by_hand = StepsByHand(step_fn, model, steps, device, self._config)
-            self._report = self._by_hand.loop.report
+            self.by_hand = StepsByHand(step_fn, model, steps, device, self._config)
+            self._report = self.by_hand.loop.report
             return
         engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
         program = surely(
@@ -122,7 +122,7 @@ class GraphedStep(LossSteps):
         Raises:
             RuntimeError: under manual optimization.
         """
-        if self._by_hand is not None:
+        if self.by_hand is not None:
             raise RuntimeError(
                 "a step_fn under manual_optimization=True makes its own updates: call the step, and let step_fn leave "
                 "out optimizer.step()"
@@ -134,15 +134,15 @@ class GraphedStep(LossSteps):
             break_graph()
         if self._transfer is not None and not (_are_there(args) and _are_there(kwargs)):
             args, kwargs = self._moved_to_device(args, kwargs)
-        if self._by_hand is not None:
-            return self._by_hand(args, kwargs)
+        if self.by_hand is not None:
+            return self.by_hand(args, kwargs)
         return self._make(args, kwargs, update=update)
 
     def close(self) -> None:
         """See `LossSteps.close`."""
         super().close()
-        if self._by_hand is not None:
-            self._by_hand.close()
+        if self.by_hand is not None:
+            self.by_hand.close()
 
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self._transfer is not None
