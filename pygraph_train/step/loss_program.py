@@ -363,8 +363,8 @@ class LossProgram:
             try:
                 self.backward(loss)
             except RuntimeError as error:
-                if SECOND_BACKWARD in str(error):
-                    raise theirs(RuntimeError(str(BACKWARD_MADE))) from error
+                if SECOND_BACKWARD in str(error):  # or it uses what an earlier step has computed
+                    tell_once(f"Perhaps {BACKWARD_MADE}")
                 raise
         if position.update:
             update(self.before_update(), (position.constants, self.constants()))
