@@ -283,7 +283,7 @@ def why_update_is_plain(program: StepProgram, preparation: OptimizerPreparation)
 
 NO_GRAPH = Problem(
     "Dynamo finds no graph of this step that serves the next one: it breaks the graph, or traces it anew in each step",
-    fix="TORCH_LOGS=recompiles,graph_breaks says where. A list that the step appends to is a usual cause",
+    fix="explain and TORCH_LOGS=recompiles,graph_breaks say where. A number that the step changes is a usual cause",
 )
 _TOO_OFTEN = Problem("pygraph-train has failed too often in this training")
 
