@@ -56,7 +56,7 @@ def test_the_notebook_of_the_digits(tmp_path):
     script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
     output = run(str(script))
     assert replayed(output) >= 90
-    assert "Its steps will run as {F} {B} {O}." in output
+    assert "steps will run as {F} {B} {O}." in output
     (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", output)
     assert float(accuracy) > 0.9
 

@@ -54,6 +54,8 @@ class Comparison(Printed):
     def headline(self) -> str:
         ratio = self.to_dict()["ratio"]
         told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
+        if "emulated" in self.graphed["headline"]:
+            told = f"{told} (the emulation claims no speed)"
         return f"{told}. The report of the run with it: {self.graphed['headline']}"
 
     def rows(self) -> list[tuple[str, str]]:

@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pygraph_train.problems import Problem
 
 __all__ = ["Explanation", "filled", "source_line"]
@@ -70,9 +72,10 @@ class Explanation:
         return f"{obstacles} {self.name} from being one graph."
 
     def _plan(self) -> str:
+        steps = "Its steps will" if torch.cuda.is_available() else "On a GPU its steps will"
         if self.graphs_of_forward < 2:
-            return f"Its steps will run as {self.plan}." if self.plan else ""
-        return f"Its steps will run as {self.plan}, where the forward is {self.graphs_of_forward} graphs."
+            return f"{steps} run as {self.plan}." if self.plan else ""
+        return f"{steps} run as {self.plan}, where the forward is {self.graphs_of_forward} graphs."
 
 
 def source_line(where: str | None) -> str | None:
