@@ -577,14 +577,18 @@ class PhaseRegion:
     def _plain_runs(
         self, given: Sequence[Any], asked: frozenset[int], most: int = PlainRuns.ENOUGH
     ) -> PlainRuns | None:
-        """What the region gives without a graph, once more where that differs; None where it is not possible."""
+        """What the region gives without a graph; None where such a backward is not possible.
+
+        Args:
+            most: runs. Where the second one is equal to the first one bit for bit, no third one is needed.
+        """
         if (first := self._plain_fingerprint(given, asked)) is None:
             return None
         runs = PlainRuns(first, "result")
-        for made in range(1, most):
-            if made > 1 and runs.agree:
-                break
+        for _ in range(most - 1):
             runs.add(self._plain_fingerprint(given, asked) or first)
+            if runs.agree:
+                break
         return runs
 
     def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
