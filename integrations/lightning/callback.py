@@ -346,7 +346,7 @@ class _AutomaticStep:
             quietly(self._program.book.replayed)
         else:
             self._program.book.ran()
-            if self._runner.take_rest():
+            if self._runner.at_rest:
                 self._only_count()
         return output
 

@@ -198,7 +198,7 @@ class _WholeStep:
         """The step has ended, its update included."""
         step.finish()
         if not step.replayed:
-            self._at_rest = bool(runner.take_rest())
+            self._at_rest = runner.at_rest
 
     def close(self) -> None:
         """Release all graphs and give the optimizer back."""

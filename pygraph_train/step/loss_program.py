@@ -168,7 +168,7 @@ class LossSteps(NotCopied):
             self._made = True
             self._after_first = AfterFirstStep(result, program.optimizer if update else None)
         elif runner is not None and not step.replayed:
-            self._at_rest = bool(runner.take_rest())
+            self._at_rest = runner.at_rest
         elif runner is None:
             self._at_rest = not program.replication.shared
         return result

@@ -240,9 +240,10 @@ class PhaseRunner:
         """A step was made without this runner."""
         self._training.step_made_elsewhere(updated)
 
-    def take_rest(self) -> float:
-        """So many further steps are the loop's own. Those of several processes are not: they exchange gradients."""
-        return math.inf if self.stopped and not self._training.program.replication.shared else 0
+    @property
+    def at_rest(self) -> bool:
+        """Whether all further steps are the loop's own. Those of several processes are not: they exchange gradients."""
+        return self.stopped and not self._training.program.replication.shared
 
     @property
     def hopeless(self) -> bool:
