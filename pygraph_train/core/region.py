@@ -195,6 +195,11 @@ class PhaseRegions:
         held = [t for t in given if id(t) in self._gradients]
         self.delivery.make_way(held, [self._gradients[id(t)] for t in held])
 
+    @property
+    def shapes(self) -> int:
+        """For how many sets of shapes one region has recordings: the most of all."""
+        return max((region.shapes for region in self.regions), default=1)
+
     def close(self) -> None:
         """Release all graphs. Regions run as they are from now on."""
         self.closed = True
@@ -278,6 +283,11 @@ class PhaseRegion:
     def trains(self) -> bool:
         """Whether a backward has asked for a gradient of it."""
         return bool(self._asking)
+
+    @property
+    def shapes(self) -> int:
+        """For how many sets of shapes it has recordings."""
+        return len({tuple(part for part in key if isinstance(part, tuple)) for *_, key in self.slots})
 
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason

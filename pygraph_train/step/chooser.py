@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 
-__all__ = ["RARE", "Chooser", "chooser_for", "shapes_of"]
+__all__ = ["RARE", "Chooser", "chooser_for"]
 
 _PLAIN = 3
 """The first steps, which run as they are. They are timed, but for the first one, in which caches fill."""
@@ -162,14 +161,6 @@ RARE = Problem(
     "a step differs from those that were traced, by the shapes of its batch or by a branch, and such steps are rare",
     fix='They run without graphs, because a trace takes longer. forward="on" traces them all',
 )
-
-
-def shapes_of(regions: PhaseRegions) -> int:
-    """For how many sets of shapes one region has recordings: the most of all."""
-    keys = [[key for *_, key in region.slots] for region in regions.regions]
-    return max(
-        [len({tuple(s for s in key if isinstance(s, tuple)) for key in of_one}) for of_one in keys], default=1
-    )
 
 
 def chooser_for(

@@ -21,7 +21,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.step.chooser import RARE, chooser_for, shapes_of
+from pygraph_train.step.chooser import RARE, chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
@@ -218,7 +218,7 @@ class PhaseRunner:
             regions.close()
             self._runs_plain = True
         if regions.recorded:
-            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step, shapes_of(regions))
+            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step, regions.shapes)
             training.report.captured(record)
             regions.recorded, regions.seconds = 0, 0.0
         speaks = regions.replays or training.reasons or training.config.forward == "off"
