@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import overlaps_itself
 from pygraph_train.torch_private.memory import local_tensors
 
@@ -88,16 +87,14 @@ class Place:
         self._waited = 0
         self._patience = _PATIENCE[source]
 
-    def why_no_copies(
-        self, gradients: Sequence[Tensor | None], memory: Callable[[], MemoryUse]
-    ) -> str | None:
+    def why_no_copies(self, gradients: Sequence[Tensor | None], peak_memory: Callable[[], int]) -> str | None:
         """Before a capture: why gradients cannot be copied, None where they can or need not.
 
         Where copies are too large, a graph waits until gradients come to rest, however long that takes.
 
         Args:
             gradients: of this step.
-            memory: tells that of their device.
+            peak_memory: tells how many bytes the training has needed so far, 0 where nobody knows.
         """
         present = [g for g in gradients if g is not None]
         # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
@@ -106,7 +103,7 @@ class Place:
             return None
         if any(map(overlaps_itself, present)):
             return "elements of a gradient share memory, so nothing can be copied back there"
-        needed, peak = sum(g.nbytes for g in present), memory().peak
+        needed, peak = sum(g.nbytes for g in present), peak_memory()
         if not peak or needed <= max(_SHARE_OF_COPIES * peak, _FEW_COPIES):
             return None
         self.buffers, self._waited = False, 0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
-from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
+from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
 from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
@@ -240,12 +240,9 @@ class CudaEngine:
         clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
-    def memory(self) -> MemoryUse:
-        """See `graphs.engine.Engine.memory`."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        idle = reserved - torch.cuda.memory_allocated(self.device)
-        return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), idle, free)
+    def peak_memory(self) -> int:
+        """See `graphs.engine.Engine.peak_memory`."""
+        return torch.cuda.max_memory_reserved(self.device)
 
     def close(self) -> None:
         """Release the pools."""

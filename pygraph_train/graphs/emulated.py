@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError, MemoryUse
+from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
@@ -158,9 +158,9 @@ class EmulatedEngine:
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
 
-    def memory(self) -> MemoryUse:
+    def peak_memory(self) -> int:
         """The CPU has as much as anybody wants."""
-        return MemoryUse(0, 0, 0, 1)
+        return 0
 
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -19,7 +19,6 @@ __all__ = [
     "Engine",
     "Graph",
     "IndirectionUnavailable",
-    "MemoryUse",
     "NumberWriter",
     "NumbersNotFound",
     "RewritableGraph",
@@ -86,22 +85,6 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
-
-
-class MemoryUse(NamedTuple):
-    """Bytes of a device.
-
-    Attributes:
-        reserved: by this process.
-        peak: the most it ever reserved.
-        idle: of what is reserved, what no tensor lies in. Graphs write to such memory when they are replayed.
-        free: what nobody has.
-    """
-
-    reserved: int
-    peak: int
-    idle: int
-    free: int
 
 
 class NumberWriter(Protocol):
@@ -183,8 +166,8 @@ class Engine(Protocol):
     def trim(self) -> None:
         """Hand memory back that warm-up and captures no longer need."""
 
-    def memory(self) -> MemoryUse:
-        """How much memory is in use."""
+    def peak_memory(self) -> int:
+        """The most bytes that this process ever reserved; 0 where nobody knows."""
 
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

@@ -210,7 +210,7 @@ class OptimizerPhase:
             if capture is None and not place.settled(self._replays):
                 self.waits = _MOVING
                 return self._run_prepared(body)
-            if (moving := place.why_no_copies(gradients, self._engine.memory)) is not None:
+            if (moving := place.why_no_copies(gradients, self._engine.peak_memory)) is not None:
                 self.restless = _outside(moving)
                 return self._run_prepared(body)
             if capture is not None:
