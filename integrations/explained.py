@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,7 +75,13 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
     if (by_hand := getattr(step, "by_hand", None)) is not None:
         subject = _subject(by_hand.fn, args, kwargs, by_hand.model, list(by_hand.optimizers), manual=True)
         without_updates = subject.context
-        subject.context = lambda: _both(by_hand.loop.paused(), without_updates())
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            with by_hand.loop.paused(), without_updates():
+                yield
+
+        subject.context = context
         return subject
     if isinstance(step, LossSteps):
         program = copy.copy(step.program)  # to which it may tell what it is asked here
@@ -99,12 +105,6 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         left_out = [(o, name, nothing) for o in stepped for name in ("step", "zero_grad")]
         subject.context = lambda: standing_in(left_out)
     return subject
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _listed(optimizer: Any) -> list[Any]:
