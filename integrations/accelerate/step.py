@@ -33,7 +33,8 @@ class GraphedStepFunction(NotCopied):
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._accelerator = accelerator
-        self._loop, loop.patience = loop, 1
+        self._loop = loop
+        loop.patience = 1  # a whole step has met its optimizer
         self.name = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

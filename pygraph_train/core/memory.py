@@ -13,10 +13,10 @@ __all__ = ["Memory", "forget_memory", "free_memory"]
 
 
 class Memory:
-    """Memory of recordings of which one may be pending at a time: whose backward may come.
+    """Memory of recordings. One of them may be pending at a time: its forward has run, and its backward may come.
 
-    So many shapes of a batch need no more than the largest one. While none is pending, an update may be recorded there
-    as well, or what a replay is compared with be computed. It belongs to one engine.
+    Many shapes of a batch need no more memory than the largest one. While no recording is pending, an update may be
+    recorded there, and plain runs that a replay is compared with may compute there. It belongs to one engine.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class RecordedRegion:
         leads: positions of inputs that get gradients.
         differ: positions of outputs that require gradients.
         region: whose graph it is.
-        gives_up: whether the recorded backward overwrites what the forward has saved.
+        gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         generation: grows with each replay of the forward.
         audits: when it is compared once more; set by who has recorded it.
     """
@@ -138,10 +138,10 @@ class RecordedRegion:
         return static.requires_grad_(value.requires_grad)
 
     def _record(self, given: Sequence[Any]) -> None:
-        """Record both, so that the backward gives activations up where it can.
+        """Record forward and backward.
 
         Gradients of parameters are copied to memory of their own: they outlive the next forward where a loop adds them
-        up, and other recordings put them there, too.
+        up, and other recordings put their gradients in the same places.
         """
         owner = self.region.owner
         self._load(given)

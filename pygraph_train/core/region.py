@@ -172,7 +172,7 @@ class PhaseRegions:
             self._gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
-        """Behind a capture: make other places for gradients that `placed` has left where they were.
+        """After a capture: make other places for gradients that `placed` has left where they were.
 
         Returns:
             Whether there were any, so that all has to be recorded once more.

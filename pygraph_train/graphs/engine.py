@@ -139,7 +139,7 @@ class Engine(Protocol):
     def allocating_in(self, pool: Any) -> AbstractContextManager[None]:
         """Context in which tensors lie in the pool of a `scratch_pool`, also those of a backward.
 
-        The next replay of a graph there overwrites them. Other streams are to use them behind the context only.
+        The next replay of a graph there overwrites them. Other streams may use them when the context has ended.
         """
 
     def lasting_memory(self) -> AbstractContextManager[None]:
