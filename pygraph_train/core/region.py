@@ -56,6 +56,9 @@ _FEWEST_NODES = 2
 _PATIENCE = 10
 """Calls after which a region whose gradients nobody has asked for is no part of training."""
 
+_AGAIN = 2
+"""Further replays that have to be like plain runs where one is not."""
+
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
@@ -572,17 +575,24 @@ class PhaseRegion:
         self.owner.make_way(given)
         for asked in slot.backwards or [frozenset()]:
             runs = known[asked] if asked in known else self._plain_runs(given, asked, most=1)
-            if runs is None:
+            if runs is None or (difference := self._difference(runs, slot, given, asked)) is None:
                 continue
-            with self._undone(given):
-                found = self._fingerprint_of(given, *slot.replayed(given, asked))
-            if runs.same(found):
-                continue
-            while not runs.enough(found):
-                runs.add(self._plain_fingerprint(given, asked) or runs.first)
-            if (difference := runs.refuse(found)) is not None:
+            # what a kernel that adds in no fixed order gives now and then is no other computation
+            if any(self._difference(runs, slot, given, asked) for _ in range(_AGAIN)):
                 slot.close()
                 raise Unrecordable(f"its replay computes something else: {difference}")
+
+    def _difference(
+        self, runs: PlainRuns, slot: RecordedRegion, given: Sequence[Any], asked: frozenset[int]
+    ) -> str | None:
+        """What one replay and plain runs differ by, None where it is like one of them."""
+        with self._undone(given):
+            found = self._fingerprint_of(given, *slot.replayed(given, asked))
+        if runs.same(found):
+            return None
+        while not runs.enough(found):
+            runs.add(self._plain_fingerprint(given, asked) or runs.first)
+        return runs.refuse(found)
 
     def _plain_runs(
         self, given: Sequence[Any], asked: frozenset[int], most: int = PlainRuns.ENOUGH
