@@ -21,11 +21,19 @@ _ALIKE, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_HOST, _SAVED, _MARGIN = 1.0, 150, 0.75, 2
+_COST, _COST_OF_HOST, _MARGIN = 1.0, 150, 1.5
 """What graphs cost, before anything is known of it: seconds, and how many times the host's time in a plain step (71 to
-360 in five of benchmarks.recipes on an H200: Dynamo interprets the Python that the step runs). Which share of that time
-they save: 0.58 to 0.82. How often they have to pay where the number of steps is known.
+360 in five of benchmarks.recipes on an H200: Dynamo interprets the Python that the step runs). How often they have to
+pay where the number of steps is known.
 """
+
+_SAVED, _OF_CALL = 0.75, 2e-4
+"""What graphs save of the host's time in forward, backward and update: this share (0.58 to 0.82 of five of
+benchmarks.recipes), less these seconds for each call that is replayed. Data loading and logs take as long as before.
+"""
+
+_LITTLE = 0.05
+"""Graphs that would save a smaller share of a step are not made."""
 
 _QUIET = 8
 """Steps without a trace after which nothing is traced for a while; steps in a row that nothing traced fits, after which
@@ -62,14 +70,25 @@ class Chooser:
         self._steps = self._alike = self._traces = 0
         self._quiet = self._missed = self._in_a_row = 0
         self._parts = math.inf  # the fewest in a step, since Dynamo last traced
+        self._work, self._calls = 0.0, 0  # of the present step
         self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
-        # least seconds: of the host in a plain step, of a plain step, of one with graphs
-        self._host = self._without = self._with = math.inf
+        # least seconds: of the host in a plain step, of a plain step, of one with graphs, of what graphs would save
+        self._host = self._without = self._with = self._saves = math.inf
 
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
         return self.settled and parts < self._parts
+
+    def worked(self, seconds: float, calls: int = 0) -> None:
+        """The host has worked in a plain step on what graphs would replay.
+
+        Args:
+            seconds: in forward, backward or update.
+            calls: how many replays that would be, each with its backward.
+        """
+        self._work += seconds
+        self._calls += calls
 
     def step_ended(self, replayed: bool, parts: int, traces: int) -> Problem | None:
         """A step has ended. Hot path.
@@ -85,6 +104,9 @@ class Chooser:
             self._steps += 1
             host, whole = self._interval()
             self._host, self._without = min(self._host, host), min(self._without, whole)
+            if self._steps > 1 and self._calls:
+                self._saves = min(self._saves, _SAVED * self._work - _OF_CALL * self._calls)
+            self._work, self._calls = 0.0, 0
             self.plain = self._steps < _PLAIN
             self._traces = traces
             return None if self.plain else self._why_none()
@@ -122,7 +144,7 @@ class Chooser:
         self._traces = traces
         self._missed += 1
         self._in_a_row += 1
-        if self._in_a_row == _QUIET or self._missed * _SAVED * self._host >= self._cost:
+        if self._in_a_row == _QUIET or self._missed * min(self._saves, _SAVED * self._host) >= self._cost:
             self.settled, self._began, self._cost = False, None, 0.0
             self._quiet = self._missed = self._in_a_row = 0
 
@@ -140,8 +162,11 @@ class Chooser:
             return Problem(
                 f"the device does not wait for the host, so graphs would save little: {ms}", fix=_ON
             )
-        cost, left = _COST + _COST_OF_HOST * self._host, self._left()
-        fewest = math.ceil(_MARGIN * cost / (_SAVED * self._host))
+        saves = min(self._saves, _SAVED * self._host)
+        if saves < _LITTLE * self._without:
+            ms = f"at most {max(saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
+            return Problem(f"graphs would save little: {ms}, as the host works on other things", fix=_ON)
+        fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / saves), self._left()
         if left >= fewest:
             return None
         return Problem(f"{left:.0f} steps are left, and graphs pay after some {fewest} steps", fix=_ON)

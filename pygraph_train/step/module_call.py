@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ class ModuleCall:
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile`; the loop sets it back.
         held: so many further calls with gradients run it as it is.
+        spent: seconds of the host in each of them; the loop empties it.
         hopeless: steps in a row in which no part of it may have a graph.
     """
 
@@ -87,6 +89,7 @@ class ModuleCall:
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
+        self.spent: list[float] = []
         set_call_of(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +98,10 @@ class ModuleCall:
             return call_impl(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
-            return call_impl(self._module, *args, **kwargs)
+            began = time.perf_counter()
+            made = call_impl(self._module, *args, **kwargs)
+            self.spent.append(time.perf_counter() - began)
+            return made
         return self._boundary.make(self._make, self._plainly, args, kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -101,7 +102,12 @@ class PhaseRunner:
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
             if self._training.step > 1:
-                return run(call)
+                if (chooser := self._chooser) is None or not chooser.plain:
+                    return run(call)
+                began = time.perf_counter()
+                made = run(call)
+                chooser.worked(time.perf_counter() - began, 1)
+                return made
             before = traces_of_others()  # in the first step parts that the user compiled are traced
             made = run(call)
             quietly(lambda: self._look_for_compiled_part(before))

@@ -150,10 +150,43 @@ def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "the host needs 25.0 ms of a step of 90.0 ms"
     )
     _, short = play(RUNS["BERT"], 100, monkeypatch, known=True)
-    assert short == "97 steps are left, and graphs pay after some 465 steps"
+    assert short == "97 steps are left, and graphs pay after some 349 steps"
     _, slower = play(RUNS["a model whose graphs are slower"], 500, monkeypatch, known=False)
     assert slower == "steps are faster without graphs: 10.00 instead of 14.00 ms"
     assert play(RUNS["BERT"], 500, monkeypatch, known=True)[1] is None
+
+
+def _after_plain_steps(worked: Callable[[Chooser], None], left: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is said after plain steps of 6 ms, in each of which something is worked on."""
+    machine = Machine()
+    monkeypatch.setattr(chooser, "time", machine)
+    choice = Chooser(machine, left=lambda: left)  # type: ignore[arg-type]
+    problem = None
+    while choice.plain and problem is None:
+        worked(choice)
+        machine.step(0.006, 0.001)
+        problem = choice.step_ended(False, 1, 0)
+    return problem and problem.reason
+
+
+def test_logs_and_data_loading_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two networks of two layers, three forwards and two updates, in a step of which most are logs (measured)."""
+
+    def small_gan(choice: Chooser) -> None:
+        choice.worked(3 * 0.6e-3, 5)
+        choice.worked(0.9e-3)
+
+    assert (
+        _after_plain_steps(small_gan, 1200, monkeypatch)
+        == "1200 steps are left, and graphs pay after some 2781 steps"
+    )
+    assert _after_plain_steps(small_gan, 5000, monkeypatch) is None
+    little = _after_plain_steps(lambda choice: choice.worked(1e-3, 4), 5000, monkeypatch)
+    assert (
+        little
+        == "graphs would save little: at most 0.0 ms of a step of 6.0 ms, as the host works on other things"
+    )
+    assert _after_plain_steps(lambda choice: choice.worked(6e-3, 1), 1200, monkeypatch) is None
 
 
 def test_a_run_of_unknown_length_has_graphs_from_the_fourth_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +243,26 @@ def _accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[An
     return step, plugin.report
 
 
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+def test_a_loop_tells_what_the_host_has_worked_on(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plain step has forward, backward and update."""
+    for module in (loop, phase_runner):
+        monkeypatch.setattr(module, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    told: list[tuple[float, int]] = []
+    monkeypatch.setattr(Chooser, "worked", lambda self, seconds, calls=0: told.append((seconds, calls)))
+    model = _small()
+    step, _ = make(model, torch.optim.SGD(model.parameters(), 0.01, fused=True))
+    for _ in range(12):
+        step(torch.randn(3, 4))
+    seconds, calls = map(sum, zip(*told, strict=True))
+    assert 0 < seconds < 60 and calls in (2, 3)  # the second and third step, and in stock loops the first one
+
+
 def _choose(monkeypatch: pytest.MonkeyPatch, plain: float, graphed: float) -> None:
     """Have loops on the CPU choose, by these seconds of a step."""
     for module in (loop, phase_runner):
         monkeypatch.setattr(module, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    monkeypatch.setattr(Chooser, "worked", lambda self, seconds, calls=0: None)
     monkeypatch.setattr(Chooser, "_interval", lambda self: (plain if self.plain else graphed,) * 2)
 
 
