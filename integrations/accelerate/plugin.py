@@ -320,6 +320,11 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             arranged(functools.partial(self.pygraph._take_optimizer, optimizer))
         return optimizer
 
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        if self.pygraph is not None and not kwargs and (loop := self.pygraph._loop) is not None:
+            kwargs = loop.ends_of(loss)
+        super().backward(loss, **kwargs)
+
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         plugin = self.pygraph
         if plugin is not None and plugin.config.log_metrics and self.trackers:

@@ -119,6 +119,9 @@ class PyGraphFabric:
             ]
             step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
             replaced.append((fabric.strategy, "optimizer_step", step))
+            replaced.append(
+                (fabric.strategy, "backward", functools.partial(self._backward, fabric.strategy.backward))
+            )
             if self.config.log_metrics:
                 replaced.append((fabric, "log_dict", functools.partial(self._log_dict, fabric.log_dict)))
         arranged(lambda: self._patches.enter_context(standing_in(replaced)))
@@ -307,6 +310,13 @@ class PyGraphFabric:
             return body()
         _, loop = self._attached()
         return loop.step(graph, body)
+
+    def _backward(
+        self, stock: Callable[..., None], loss: Any, module: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._loop is not None and not (args or kwargs):
+            kwargs = self._loop.ends_of(loss)
+        stock(loss, module, *args, **kwargs)
 
     def _log_dict(self, stock: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:
         """`fabric.log_dict`, which `fabric.log` calls, with what loggers get of the report."""

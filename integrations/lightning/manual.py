@@ -71,9 +71,11 @@ class ManualOptimization:
         ]
         run = functools.partial(self._run, self._batches.run)
         step = functools.partial(self._optimizer_step, self._precision.optimizer_step)
-        self._patches.enter_context(
-            standing_in([(self._batches, "run", run), (self._precision, "optimizer_step", step)])
-        )
+        replaced = [(self._batches, "run", run), (self._precision, "optimizer_step", step)]
+        if type(self._module).backward is LightningModule.backward:
+            backward = functools.partial(self._backward, self._precision.backward)
+            replaced.append((self._precision, "backward", backward))
+        self._patches.enter_context(standing_in(replaced))
 
     def detach(self) -> None:
         """Release all graphs and give modules, optimizers and Lightning's objects back as they were."""
@@ -95,6 +97,10 @@ class ManualOptimization:
                     "self.optimizers() returns",
                 )
         return output
+
+    def _backward(self, stock: Callable[..., None], loss: Any, *given: Any, **kwargs: Any) -> None:
+        """In the place of the precision plugin's, which gets the arguments of `manual_backward` as well."""
+        stock(loss, *given, **(kwargs or self._loop.ends_of(loss)))
 
     def _optimizer_step(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from pygraph_train.torch_private.phases import (
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
 
-__all__ = ["Delivery", "replay"]
+__all__ = ["Delivery", "Way", "leaves_of", "replay"]
 
 
 class Token:
@@ -111,6 +112,52 @@ _OF_NO_TENSOR = (None,) * 7
 """Gradients of the arguments of `_Replay.forward` before the tensors."""
 
 
+class Way:
+    """A tensor from which autograd goes on to many parameters, for backwards that deliver nothing.
+
+    It is made once: autograd takes microseconds for each input of a node.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._task: int | None = None
+        self._waiting: list[Sequence[Tensor | None]] = []
+        with torch.enable_grad():
+            self.tensor: Tensor = _Way.apply(self, *parameters)
+
+    def send(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Send gradients in the present backward, and return that of `tensor`."""
+        if (task := present_backward()) != self._task:
+            self._task, self._waiting = task, []
+        self._waiting.append(gradients)
+        return torch.zeros_like(self.tensor)
+
+    def arrived(self) -> list[Tensor | None]:
+        """The gradients that were sent, added up as autograd does."""
+        total, *others = self._waiting
+        self._waiting = []
+        found = list(total)
+        for gradients in others:
+            found = [
+                a if b is None else b if a is None else a + b for a, b in zip(found, gradients, strict=True)
+            ]
+        return found
+
+
+class _Way(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: Way, *parameters: Tensor) -> Tensor:
+        ctx.way = weakref.ref(way)  # which holds the tensor, and with it this node
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=parameters[0].device)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, asked: Tensor | None) -> Any:
+        if asked is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, *surely(ctx.way().arrived, BACKWARD)
+
+
 class _Replay(torch.autograd.Function):
     """Its inputs lead to gradients; a leaf of ours stands for all parameters whose gradients are delivered."""
 
@@ -122,14 +169,14 @@ class _Replay(torch.autograd.Function):
         delivery: Delivery,
         delivered: Sequence[int],
         returned: Sequence[int],
-        through: Sequence[int],
+        way: Way | None,
         made: list[Any],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         token = Token()
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.returned, ctx.through = delivered, returned, through
+        ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
@@ -154,7 +201,7 @@ class _Replay(torch.autograd.Function):
                 "the backward of a forward that pygraph-train replayed is differentiated itself (create_graph=True), "
                 "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
             )
-        return _for_autograd(ctx, [found[k] for k in ctx.through])
+        return _for_autograd(ctx, found)
 
 
 def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> Any:
@@ -168,20 +215,32 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     if not keeps:
         ctx.token = None
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
-    gradients = [found[k] for k in (ctx.returned if delivers else ctx.through)]
-    if backward is not None:  # whose next replay overwrites them
+    if backward is not None:
         slot.region.backwards += 1
-        gradients = _copies(gradients)
-    made = _for_autograd(ctx, gradients)
+    made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
     return made
 
 
-def _for_autograd(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """One gradient for each argument of `_Replay.forward`."""
-    missing = len(ctx.needs_input_grad) - len(_OF_NO_TENSOR) - len(gradients)
-    return (*_OF_NO_TENSOR, *gradients, *[None] * missing)
+def _for_autograd(
+    ctx: Any, found: Sequence[Tensor | None], *, delivers: bool = False, lasting: bool = True
+) -> tuple[Tensor | None, ...]:
+    """One gradient for each argument of `_Replay.forward`.
+
+    Args:
+        found: the gradients of `leads`.
+        delivers: whether those of parameters are delivered instead.
+        lasting: whether no later replay overwrites them.
+    """
+    way: Way | None = None if delivers else ctx.way
+    sent = [found[k] for k in (ctx.returned if way is None else (*ctx.returned, *ctx.delivered))]
+    if not lasting:
+        sent = _copies(sent)
+    made = [*_OF_NO_TENSOR, *sent[: len(ctx.returned)]]
+    if way is not None:
+        made.append(way.send(sent[len(ctx.returned) :]))
+    return (*made, *[None] * (len(ctx.needs_input_grad) - len(made)))
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -205,12 +264,47 @@ def replay(
     """
     if not slot.leads:
         return list(slot.replay_forward(given, Token()))
-    delivered, returned, through = slot.routes(of, leads=leads)
-    inputs = [given[slot.leads[k]] for k in through]
+    delivered, returned = slot.routes(of)
+    inputs, way = [given[slot.leads[k]] for k in returned], None
     if delivered:
+        if leads:
+            if (way := slot.ways.get(of)) is None:
+                way = slot.ways[of] = Way([given[slot.leads[k]] for k in delivered])
+            inputs.append(way.tensor)
         inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])
     made: list[Any] = []
-    differ = _Replay.apply(slot, given, delivery, delivered, returned, through, made, *inputs)
+    differ = _Replay.apply(slot, given, delivery, delivered, returned, way, made, *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made
+
+
+_MOST_NODES = 100
+"""So many nodes between a loss and the parts of a step are looked at."""
+
+
+def leaves_of(loss: Any) -> dict[str, Any]:
+    """Arguments for the backward of a loss, with which autograd does not go on to parameters one by one.
+
+    There are none where the backward has to go on to anything but parameters whose gradients are delivered.
+    """
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        return {}
+    waiting: list[Any] = [loss.grad_fn]
+    seen, leaves = set(waiting), {}
+    while waiting:
+        node: Any = waiting.pop()
+        further = node.next_functions
+        if isinstance(getattr(node, "delivery", None), Delivery):
+            if not node.delivered:
+                return {}
+            leaf, _ = node.delivery.leaf(node.parameters[0].device)
+            leaves[id(leaf)] = leaf
+            further = further[: len(node.returned)]
+        elif not further or len(seen) > _MOST_NODES:  # a leaf
+            return {}
+        for behind, _ in further:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return {"inputs": list(leaves.values())} if leaves else {}

@@ -19,6 +19,7 @@ from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
+    from pygraph_train.core.node import Way
     from pygraph_train.core.region import PhaseRegion
 
 __all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
@@ -98,6 +99,7 @@ class RecordedRegion:
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         generation: grows with each replay of the forward.
         audits: when it is compared once more; set by who has recorded it.
+        ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
     """
 
     audits: Audits
@@ -119,7 +121,8 @@ class RecordedRegion:
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
-        self._routes: dict[tuple[frozenset[int], bool], tuple[list[int], list[int], list[int]]] = {}
+        self._routes: dict[frozenset[int], tuple[list[int], list[int]]] = {}
+        self.ways: dict[frozenset[int], Way] = {}
         try:
             self._record(given)
         except BaseException:
@@ -226,14 +229,12 @@ class RecordedRegion:
         if self._moving:
             copy_all(self._targets, [span(given[i].detach()) for i in self._moving])
 
-    def routes(self, of: frozenset[int], *, leads: bool) -> tuple[list[int], list[int], list[int]]:
-        """Which of `leads` are delivered, returned to autograd, and given to it. See `node.replay`. Hot path."""
-        known = self._routes.get((of, leads))
+    def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
+        """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""
+        known = self._routes.get(of)
         if known is None:
             delivered = [k for k, i in enumerate(self.leads) if i in of]
-            returned = [k for k, i in enumerate(self.leads) if i not in of]
-            through = [*returned, *delivered] if leads else returned
-            known = self._routes[of, leads] = delivered, returned, through
+            known = self._routes[of] = delivered, [k for k, i in enumerate(self.leads) if i not in of]
         return known
 
     # -- replays --------------------------------------------------------------------------------------
@@ -337,6 +338,7 @@ class RecordedRegion:
         """Release its graphs."""
         self._close_graphs()
         self._static = []
+        self.ways.clear()
 
     def _close_graphs(self) -> None:
         for graph in self._graphs:

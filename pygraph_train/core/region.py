@@ -203,6 +203,13 @@ class PhaseRegions:
         """For how many sets of shapes one region has recordings: the most of all."""
         return max((region.shapes for region in self.regions), default=1)
 
+    def let_go(self) -> None:
+        """Hold no parameter any more. Backwards that are still to come go on."""
+        for region in self.regions:
+            for slots in region.slots.values():
+                for slot in slots:
+                    slot.ways.clear()
+
     def close(self) -> None:
         """Release all graphs. Regions run as they are from now on."""
         self.closed = True

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.node import leaves_of
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -248,6 +249,13 @@ class Loop:
                 call.paused = was_paused
 
     # -- while training -----------------------------------------------------------------------------
+
+    def ends_of(self, loss: Any) -> dict[str, Any]:
+        """Arguments of `loss.backward()`, which does the same in less time. See `leaves_of`."""
+        found: dict[str, Any] = {}
+        if self.active and not self.over:
+            quietly(lambda: found.update(leaves_of(loss)))
+        return found
 
     def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""

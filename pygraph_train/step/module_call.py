@@ -91,6 +91,7 @@ class ModuleCall:
         self.calls = self.held = self.hopeless = 0
         self.spent: list[float] = []
         set_call_of(module, self)
+        weakref.finalize(self, self.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""

@@ -61,6 +61,50 @@ def test_a_model_of_layers_of_torch(run: Run) -> None:
         run.note("loss", loss)
 
 
+@same_as_plain(replays=24)
+def test_backwards_of_all_and_of_some_parameters(run: Run) -> None:
+    """Two calls in one loss. Late steps ask for gradients of some parameters, as loggers of their norms do."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate, 40)
+    some = [model.first.weight, model.norm.bias]
+    for number, (x, y) in enumerate(run.each(data)):
+        loss = cross_entropy(model(x), y) + 0.1 * model(x.flip(0)).square().mean()
+        if number % 10 == 9:
+            found = torch.autograd.grad(loss, some, retain_graph=True)
+            run.note("gradients", [found, [p.grad for p in some]])
+        if number % 10 == 8:
+            loss.backward(inputs=some, retain_graph=True)
+            run.note("gradients", [p.grad for p in model.parameters()])
+            optimizer.zero_grad()
+        accelerate.backward(loss, **({"retain_graph": True} if number % 7 == 6 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note("loss", loss)
+
+
+def test_a_backward_does_not_go_on_to_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd takes microseconds for each."""
+    asked = []
+    backward = torch.Tensor.backward
+
+    def noting(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        asked.append(kwargs.get("inputs"))
+        backward(self, *args, **kwargs)
+
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model, optimizer, data, _ = prepared(run, accelerate)
+        for x, y in run.each(data):
+            accelerate.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(Tensor, "backward", noting)
+    compare(training, replays=12)
+    ours = asked[len(asked) // 2 :]
+    assert ours[0] is None and ours[-1] is not None and len(ours[-1]) == 1
+
+
 @same_as_plain(replays=12, updates=24)
 def test_gradients_that_move_every_few_steps(run: Run) -> None:
     """The optimizer's graph gets copies: captures would not pay."""
