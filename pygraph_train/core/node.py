@@ -78,9 +78,14 @@ class Delivery:
 
     def _deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
+        lying = list(map(_grad, parameters))
+        if _NONE.issuperset(map(type, lying)):
+            for p, g in zip(parameters, found, strict=True):
+                p.grad = g
+            return
         old: list[Tensor] = []
         new: list[Tensor] = []
-        for p, g, before in zip(parameters, found, list(map(_grad, parameters)), strict=True):
+        for p, g, before in zip(parameters, found, lying, strict=True):
             if g is None:
                 continue
             if before is None:

@@ -142,7 +142,27 @@ def caught(gm: GraphModule) -> str | None:
     """`file:line` of an operation in a `try` of the user's, None without one: what a graph raises passes it by."""
     stacks = {n.meta.get("stack_trace") for n in gm.graph.nodes if n.op.startswith("call")}
     places = {place for stack in stacks for place in frames_in(stack) if is_user_file(place[0])}
-    return next((f"{file}:{line}" for file, line in sorted(places) if line in _lines_in_try(file)), None)
+    return next((f"{f}:{n}" for f, n in sorted(places) if _may_catch(f, n) and n in _lines_in_try(f)), None)
+
+
+def _may_catch(file: str, line: int) -> bool:
+    """Whether a block of the function that a line is in may catch exceptions, as indentation tells.
+
+    To parse a file of transformers takes a quarter of a second.
+    """
+    indentation = None
+    for text in reversed(linecache.getlines(file)[:line]):
+        code = text.lstrip()
+        here = len(text) - len(code)
+        if code and indentation is None:
+            indentation = here
+        elif code and indentation is not None and here < indentation:
+            if code.startswith(("def ", "async def ", "class ")):
+                return False
+            if code.startswith("try") or "suppress(" in code or code.rstrip() == "with (":
+                return True
+            indentation = here
+    return True
 
 
 @functools.cache

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import Diary, Net, adamw, batches, both
+
+from pygraph_train.core import passes
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -65,3 +69,18 @@ def test_an_error_leaves_no_mode_behind(step: Callable[[nn.Module, Tensor, Tenso
     finally:  # a test that fails does not take others with it
         torch.set_grad_enabled(True)
         torch.set_autocast_enabled("cpu", False)
+
+
+def test_what_catches_exceptions_is_seen_by_indentation() -> None:
+    """Only a file in which a block may catch is parsed; no line in such a block is missed."""
+    files = [*Path(__file__).parents[1].glob("*/*.py"), Path(torch.nn.functional.__file__)]
+    within = seen = 0
+    for file in map(str, files):
+        caught = passes._lines_in_try(file)
+        for number, text in enumerate(linecache.getlines(file), 1):
+            if text.strip() and number in caught:
+                within += 1
+                seen += passes._may_catch(file, number)
+    assert within == seen >= 10
+    code = torch.nn.Linear.forward.__code__
+    assert not passes._may_catch(code.co_filename, code.co_firstlineno + 4)
