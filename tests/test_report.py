@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
-from pygraph_train import GraphedStep, StepReport
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.boundary import Boundary
+from pygraph_train.core.region import PhaseRegions
 from pygraph_train.plans import NOTHING, SEPARATE, Plan
 from pygraph_train.report import step_report, table
 from pygraph_train.report.loop_report import LoopReport
@@ -112,6 +115,16 @@ def test_many_shapes_are_named_with_their_number() -> None:
     shapes = int(re.findall(r"recorded for (\d+) sets of shapes", found.reason)[0])
     assert 8 < shapes <= 20 and shapes == step.report().captures[-1].shapes
     assert f"In the way of more: {found.reason}. Pad batches" in text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_capture_says_which_kernels_it_holds(compiled: bool) -> None:
+    engine: Any = SimpleNamespace(name="cuda")
+    regions = PhaseRegions(engine, PyGraphConfig(compile=compiled), list, print, Boundary())
+    report = StepReport(engine="emulated")
+    report.captured(regions.captured(4))
+    (row,) = [text for name, text in report.rows(verbose=True) if name.startswith("captured")]
+    assert ("Inductor kernels" in row) is compiled and ("eager kernels" in row) is not compiled
 
 
 def test_empty_report_prints() -> None:

@@ -28,6 +28,7 @@ from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
+from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
@@ -130,11 +131,20 @@ class PhaseRegions:
 
         return both
 
+    @property
+    def compiles(self) -> bool:
+        """Whether graphs have Inductor's kernels."""
+        return self.config.compile is True and self.engine.name == "cuda"
+
     def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
         """The graph with compiled kernels, where these were asked for."""
-        if self.config.compile is not True or self.engine.name != "cuda":
-            return None
-        return inductor(gm, examples)
+        return inductor(gm, examples) if self.compiles else None
+
+    def captured(self, step: int) -> CaptureRecord:
+        """For the report: what was recorded since it was asked for last, the latest time in this step."""
+        record = CaptureRecord("{F} {B}", self.seconds, -1, self.compiles, step, self.shapes)
+        self.recorded, self.seconds = 0, 0.0
+        return record
 
     def placed(
         self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]

@@ -27,7 +27,7 @@ from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.chooser import RARE, Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
@@ -307,8 +307,7 @@ class Loop:
         for r in regions:
             r.replays = r.plain = r.parts = 0
             if r.recorded:
-                report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps, r.shapes))
-                r.recorded, r.seconds = 0, 0.0
+                report.captured(r.captured(self._steps))
         for call in self._calls:
             called, call.calls = called or call.calls > 0, 0
             call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0

@@ -20,7 +20,7 @@ from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
-from pygraph_train.report.step_report import CaptureRecord, StepReport
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.chooser import RARE, chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
@@ -218,9 +218,7 @@ class PhaseRunner:
             regions.close()
             self._runs_plain = True
         if regions.recorded:
-            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step, regions.shapes)
-            training.report.captured(record)
-            regions.recorded, regions.seconds = 0, 0.0
+            training.report.captured(regions.captured(training.step))
         speaks = regions.replays or training.reasons or training.config.forward == "off"
         self._silent = 0 if speaks else self._silent + 1
         if self._silent == training.config.warmup_steps + _PATIENCE:
