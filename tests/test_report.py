@@ -110,11 +110,13 @@ def test_many_shapes_are_named_with_their_number() -> None:
     with GraphedStep(loss_of_rows, model=model, optimizer=adamw(model), config=CONFIG) as step:
         for rows in [*range(3, 9), *range(3, 23)]:
             step(torch.randn(rows, 6))
-        text = " ".join(str(step.report()).split())
+        text, verbose = (" ".join(str(r).split()) for r in (step.report(), step.report().verbose()))
         (found,) = [f for f in step.report().fallbacks if "sets of shapes" in f.reason]
     shapes = int(re.findall(r"recorded for (\d+) sets of shapes", found.reason)[0])
     assert 8 < shapes <= 20 and shapes == step.report().captures[-1].shapes
     assert f"In the way of more: {found.reason}. Pad batches" in text
+    assert "such as 20x6; 21x6; 22x6" in text, "a few of them"
+    assert "for inputs of 3x6 captured" in verbose and "for inputs of 22x6" in verbose
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -61,6 +61,10 @@ _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
 
+_MOST_SIZES = 3
+"""Of inputs, which the report names for one recording."""
+
+
 _needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
@@ -88,6 +92,7 @@ class PhaseRegions:
         parts: in the present step, calls of regions.
         hooked: whether autograd accumulates gradients in the present step, because parameters have hooks.
         recorded, seconds: recordings since they were reported last, and the time they took.
+        sizes: those of the inputs of the first of them, as in "8x128, 8".
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class PhaseRegions:
         self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
-        self.seconds = 0.0
+        self.seconds, self.sizes = 0.0, ""
         self.hooked = False
         self.regions: list[PhaseRegion] = []
         self._gradients: dict[int, Tensor] = {}
@@ -142,7 +147,7 @@ class PhaseRegions:
 
     def captured(self, step: int) -> CaptureRecord:
         """For the report: what was recorded since it was asked for last, the latest time in this step."""
-        record = CaptureRecord("{F} {B}", self.seconds, -1, self.compiles, step, self.shapes)
+        record = CaptureRecord("{F} {B}", self.seconds, -1, self.compiles, step, self.shapes, self.sizes)
         self.recorded, self.seconds = 0, 0.0
         return record
 
@@ -537,6 +542,9 @@ class PhaseRegion:
         if verifies:
             self._compare(slot, given, known)
             slot.audits.took(time.perf_counter() - started, first=True)  # what a later one may take
+        if not owner.recorded:
+            sizes = ["x".join(map(str, given[i].shape)) for i in self._moving if given[i].dim()]
+            owner.sizes = ", ".join([*dict.fromkeys(sizes)][:_MOST_SIZES])
         owner.recorded += 1
         owner.seconds += seconds
         phases = "{F}" if self.inference else "{F} {B}"

@@ -21,7 +21,7 @@ __all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
 
 log = logging.getLogger("pygraph_train")
 
-_MANY_SHAPES = 8
+_MANY_SHAPES, _FEW_SHAPES = 8, 3
 _PAD = "Pad batches to fewer sizes: steps with new shapes run without a graph, and then a recording is made"
 
 
@@ -36,6 +36,7 @@ class CaptureRecord:
         compiled: whether it holds Inductor's kernels.
         step: the training step in which it was made.
         shapes: for so many sets of shapes one part of the step has recordings now.
+        sizes: those of its inputs, as in "8x128, 8"; "" where it has none.
     """
 
     plan: str
@@ -44,6 +45,7 @@ class CaptureRecord:
     compiled: bool
     step: int
     shapes: int = 1
+    sizes: str = ""
 
 
 @dataclass
@@ -148,7 +150,8 @@ class StepReport(Printed):
             told = next((f for f in self.fallbacks if f.fix == _PAD), None)
             if told is None:
                 self.fallbacks.append(told := Fallback("", None, fix=_PAD, step=record.step))
-            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes"
+            few = "; ".join([*dict.fromkeys(c.sizes for c in self.captures if c.sizes)][-_FEW_SHAPES:])
+            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes, such as {few}"
 
     def fell_back(self, fallback: Fallback) -> bool:
         """Note a reason; True when it was not known yet."""

@@ -63,7 +63,8 @@ def _graphs(report: StepReport) -> Iterator[tuple[str, str]]:
     for c in report.captures:
         kernels = "Inductor kernels" if c.compiled else "eager kernels"
         nodes = f"{c.nodes} nodes, " if c.nodes >= 0 else ""
-        yield f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s"
+        sizes = f", for inputs of {c.sizes}" if c.sizes else ""
+        yield f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s{sizes}"
     if report.verify_seconds and report.measured:
         later = f", and {report.audits} later ones" if report.audits else ""
         yield "verified", f"first replays{later} were compared with plain ones: {report.verify_seconds:.2f} s"
