@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training import CONFIG, Net, adam, adamw, batches, loss_of
+from training import CONFIG, Net, adam, adamw, batches, line_of, loss_of
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.boundary import Boundary
@@ -36,6 +36,7 @@ EVENTS = (
     "compared",
     "runs_with",
     "captured",
+    "cut",
     "fell_back",
     "failed",
     "note",
@@ -124,9 +125,59 @@ def test_a_capture_says_which_kernels_it_holds(compiled: bool) -> None:
     engine: Any = SimpleNamespace(name="cuda")
     regions = PhaseRegions(engine, PyGraphConfig(compile=compiled), list, print, Boundary())
     report = StepReport(engine="emulated")
-    report.captured(regions.captured(4))
+    regions.recorded = 1
+    regions.report_to(report, 4)
     (row,) = [text for name, text in report.rows(verbose=True) if name.startswith("captured")]
     assert ("Inductor kernels" in row) is compiled and ("eager kernels" in row) is not compiled
+
+
+class Reads(nn.Module):
+    """A value is read between two layers, or behind the last one."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(6, 8), nn.Linear(8, 3), between
+        self.largest = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.between:
+            x = x * min(x.max().item(), 1.0)  # here
+        x = torch.tanh(self.second(x))
+        self.largest = x.max().item()
+        return x
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("by_hand", [False, True], ids=["loss", "by hand"])
+@pytest.mark.parametrize("between", [True, False], ids=["between", "behind"])
+def test_a_graph_break_that_cuts_the_forward_is_named(between: bool, by_hand: bool) -> None:
+    """In a loop, or in a step: one behind the last layer cuts nothing, also where the module is called twice."""
+    model = Reads(between)
+    optimizer = adamw(model)
+
+    def step_fn(batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        if by_hand:
+            loss = loss + model(batch[0] + 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    options: Any = {"model": model, "optimizer": optimizer, "config": CONFIG, "manual_optimization": by_hand}
+    with GraphedStep(step_fn, **options) as step:
+        for batch in batches(16):
+            step(batch)
+        report = step.report()
+    assert report.running_plan == "{F} {B} {O}" and report.fallbacks == []
+    hint, where = "In the way of a single graph for the forward: the graph breaks: ", line_of(Reads, "# here")
+    assert (hint in report.headline() and f"({where}). Move the line" in report.headline()) is between
+    assert ("Nothing stands in the way of more." in report.headline()) is not between
+    assert [cut["where"] for cut in report.to_dict()["cuts"]] == [where] * between
+    assert ("graph break" in dict(report.rows(verbose=True))) is between and "graph break" not in dict(
+        report.rows()
+    )
 
 
 def test_empty_report_prints() -> None:

@@ -83,6 +83,7 @@ class StepReport(Printed):
     audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+    cuts: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     trial_seconds: tuple[float, float] | None = None  # of a step with graphs, and of one without
@@ -152,6 +153,11 @@ class StepReport(Printed):
                 self.fallbacks.append(told := Fallback("", None, fix=_PAD, step=record.step))
             few = "; ".join([*dict.fromkeys(c.sizes for c in self.captures if c.sizes)][-_FEW_SHAPES:])
             told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes, such as {few}"
+
+    def cut(self, problem: Problem) -> None:
+        """A graph break cuts the forward into several graphs, and all of them are replayed: a hint, and no failure."""
+        if all((c.reason, c.where) != (problem.reason, problem.where) for c in self.cuts):
+            self.cuts.append(Fallback(problem.reason, problem.where, problem.fix, self.steps))
 
     def fell_back(self, fallback: Fallback) -> bool:
         """Note a reason; True when it was not known yet."""
@@ -255,6 +261,7 @@ class StepReport(Printed):
             "audits": self.audits,
             "captures": [dataclasses.asdict(c) for c in self.captures],
             "fallbacks": [dataclasses.asdict(f) for f in self.fallbacks],
+            "cuts": [dataclasses.asdict(c) for c in self.cuts],
             "notes": list(self.notes),
             **(peak_memory_mib() if self.measured else {}),
         }

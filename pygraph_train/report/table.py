@@ -37,12 +37,13 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
 
 def reasons_of(report: StepReport, above: Headline | None) -> Iterator[tuple[str, str]]:
     """The lines that say why something runs without a graph, and those with notes. Each says something new."""
-    for f in report.fallbacks:
+    reasons = [("without a graph", f) for f in report.fallbacks]
+    for name, f in [*reasons, *(("graph break", cut) for cut in report.cuts)]:
         if above is None or not above.tells(f):
             where = f"\n  at {f.where}" if f.where else ""
             fix = f"\n  {f.fix}" if f.fix else ""
             often = f", met {f.count} times" if above is None and f.count > 1 else ""
-            yield "without a graph", f"{f.reason} (from step {f.step}{often}){where}{fix}"
+            yield name, f"{f.reason} (from step {f.step}{often}){where}{fix}"
     for text in report.notes:
         if not any(text in f.reason for f in report.fallbacks) and (above is None or not above.says(text)):
             yield "note", text

@@ -306,8 +306,7 @@ class Loop:
         graphed, called = replays > 0 and not plain and not missed, plain > 0
         for r in regions:
             r.replays = r.plain = r.parts = 0
-            if r.recorded:
-                report.captured(r.captured(self._steps))
+            r.report_to(report, self._steps)
         for call in self._calls:
             called, call.calls = called or call.calls > 0, 0
             call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0

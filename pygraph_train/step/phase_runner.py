@@ -96,7 +96,7 @@ class PhaseRunner:
         try:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
-            regions.hooked = False
+            regions.hooked, regions.end = False, None
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
@@ -217,8 +217,7 @@ class PhaseRunner:
         if self._hopeless == HOPELESS:
             regions.close()
             self._runs_plain = True
-        if regions.recorded:
-            training.report.captured(regions.captured(training.step))
+        regions.report_to(training.report, training.step)
         speaks = regions.replays or training.reasons or training.config.forward == "off"
         self._silent = 0 if speaks else self._silent + 1
         if self._silent == training.config.warmup_steps + _PATIENCE:
