@@ -27,6 +27,8 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
     ]
     if report.steps:
         rows.append(("from graphs", counts_of(report.progress())))
+    if others := report.progress().others():
+        rows.append(("other steps", others))
     rows += _speed(report) if report.measured else ()
     rows += _graphs(report) if above is None else ()
     if report.measured:
