@@ -89,7 +89,7 @@ class Loop:
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
         self.over, self.patience = False, _PATIENCE
-        self._counts_steps, self.within_step = True, False
+        self._counts_steps, self.within_step, self._graphed = True, False, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
         if arranged(lambda: self._start(config, device, refused), self.report.failed) is None:
@@ -304,6 +304,7 @@ class Loop:
         parts = sum(r.parts for r in regions)
         missed = self._chooser is not None and self._chooser.misses(parts)
         graphed, called = replays > 0 and not plain and not missed, plain > 0
+        self._graphed |= graphed
         for r in regions:
             r.replays = r.plain = r.parts = 0
             r.report_to(report, self._steps)
@@ -317,7 +318,7 @@ class Loop:
         )
         if self._steps == self.patience and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
-        if missed:
+        if missed and self._graphed:  # else another reason stands against all steps
             self._tell(RARE)
         if regions and self._chooser is not None:
             self._choose(self._chooser, graphed, parts)

@@ -207,7 +207,8 @@ class PhaseRunner:
         for problem in told:
             training.note(problem)
         chooser = self._chooser
-        if missed := chooser is not None and chooser.misses(regions.parts):
+        missed = chooser is not None and chooser.misses(regions.parts)
+        if missed and training.replays:  # else another reason stands against all steps
             training.note(RARE)
         graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
