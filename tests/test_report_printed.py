@@ -326,6 +326,12 @@ def test_the_graph_of_the_update_comes_when_the_option_says(steps: int) -> None:
     assert [capture.step for capture in step.report().captures if capture.plan == "{O}"] == [steps + 3]
 
 
+@pytest.mark.parametrize("counted", [0, 20], ids=["Accelerate", "GraphedStep"])
+def test_a_report_without_graphs_has_the_same_rows_in_each_loop(counted: int) -> None:
+    report = trained(Net(), steps=counted, engine="off") if counted else StepReport()
+    assert [name for name, _ in report.rows()] == ["engine", "plan"] and report.steps == counted
+
+
 def test_a_notebook_shows_a_table() -> None:
     report = StepReport(engine="emulated", steps=1)
     report.fell_back(Fallback("Tensor<int> & others are <b>slow</b>", "a.py:1", "", 1))

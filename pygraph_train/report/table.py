@@ -25,7 +25,7 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
         ("engine", report.engine),
         ("plan", f"{report.progress().plan}  (forward, backward, optimizer; {{ }} is a graph)"),
     ]
-    if report.steps:
+    if report.steps and report.engine != "off":
         rows.append(("from graphs", counts_of(report.progress())))
     if others := report.progress().others():
         rows.append(("other steps", others))
