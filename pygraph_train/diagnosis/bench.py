@@ -54,6 +54,9 @@ class Comparison(Printed):
     def headline(self) -> str:
         ratio = self.to_dict()["ratio"]
         told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
+        took = self.graphed["seconds"] / (self.without["seconds"] or 1.0)
+        if ratio is not None and (ratio > 1) == (took > 1):
+            told += f", and the whole run took {took:.2f} times as long"
         if "emulated" in self.graphed["headline"]:
             told = f"{told} (the emulation claims no speed)"
         return f"{told}. The report of the run with it: {self.graphed['headline']}"
