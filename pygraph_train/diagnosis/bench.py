@@ -55,7 +55,7 @@ class Comparison(Printed):
         ratio = self.to_dict()["ratio"]
         told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
         took = self.graphed["seconds"] / (self.without["seconds"] or 1.0)
-        if ratio is not None and (ratio > 1) == (took > 1):
+        if ratio is not None and (ratio - 1) * (took - 1) > 0:
             told += f", and the whole run took {took:.2f} times as long"
         if "emulated" in self.graphed["headline"]:
             told = f"{told} (the emulation claims no speed)"
