@@ -255,6 +255,7 @@ import torch
 
 parameter = torch.nn.Parameter(torch.ones(3))
 optimizer = torch.optim.SGD([parameter], lr=1e-2)
+print("training")
 for _ in range(9):
     parameter.square().sum().backward()
     optimizer.step()
@@ -288,13 +289,27 @@ def test_bench_runs_a_script_without_and_with_the_library(
 
 
 def test_bench_prints_both_runs_side_by_side() -> None:
-    of_both = {"steps": 9, "last_loss": None, "peak_mib": 512}
+    of_both = {"seconds": 9.0, "steps": 9, "last_loss": None, "peak_mib": 512}
     runs = [{"ms_per_step": ms, **of_both, "graphs": 3, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
     text = str(Comparison(*runs))
     assert text.startswith("pygraph-train: a step is 2.00 times as fast with the library. The report")
     assert "headline 2.0" in text and "headline 4.0" not in text
     table = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", text, re.MULTILINE))
     assert table["ms per step"].split() == ["4.0", "2.0"] and table["peak mib"].split() == ["512", "512"]
+
+
+def test_bench_tells_a_whole_run_that_contradicts_its_steps() -> None:
+    def headline(ms: float, seconds: float) -> str:
+        runs = {"ms_per_step": 2.0, "seconds": 20.0}, {"ms_per_step": ms, "seconds": seconds}
+        return Comparison(*({**run, "graphs": 3, "headline": "h"} for run in runs)).headline()
+
+    assert headline(1.6, 22.0).startswith(
+        "a step is 1.25 times as fast with the library, and the whole run took 1.10 times as long. The report"
+    )
+    assert headline(2.5, 18.0).startswith(
+        "a step is 0.80 times as fast with the library, and the whole run took 0.90 times as long. The report"
+    )
+    assert "whole run" not in headline(1.6, 19.0) and "whole run" not in headline(2.5, 22.0)
 
 
 def test_bench_credits_no_run_without_graphs_with_a_gain(
@@ -308,8 +323,8 @@ def test_bench_credits_no_run_without_graphs_with_a_gain(
     script.write_text(UNUSED)
     assert main(["bench", training]) == 2
     printed = capfd.readouterr()
-    assert "train.py uses nothing of pygraph-train, so both runs are the same work" in printed.err
-    assert not printed.out
+    assert "train.py uses nothing of pygraph-train, so a run with it would be the same work" in printed.err
+    assert printed.err.count("training\n") == 1 and not printed.out
 
 
 @pytest.mark.parametrize(

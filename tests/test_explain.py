@@ -198,6 +198,40 @@ def test_a_break_inside_of_a_module_is_named_with_its_line() -> None:
     assert json.loads(json.dumps(found.to_dict()))["obstacles"][0]["line"].startswith("print(")
 
 
+class Counted(nn.Module):
+    """A counter has Dynamo trace the first part anew in the second call, and a value is read between two layers."""
+
+    def __init__(self, says: Callable[[int], None] = lambda calls: None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.says, self.calls = says, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.relu(self.first(x))
+        self.says(self.calls)  # here
+        largest = x.max().item()  # and here
+        return self.second(x * min(largest, 1.0))
+
+
+def says(calls: int) -> None:
+    print(f"call {calls}", end="")
+
+
+@pytest.mark.parametrize("prints", [False, True], ids=["counts", "prints"])
+def test_all_obstacles_of_a_trace_are_told_at_once(prints: bool) -> None:
+    model = Counted(says) if prints else Counted()
+    found = explain(loss_of(model), batches(1)[0], model=model, optimizer=adamw(model))
+    read, printed = (line_of(Counted.forward, text) for text in ("# and here", "# here"))
+    places = [o.where for o in found.obstacles]
+    assert places[-1] == read and (printed in places) is prints, found
+    if prints:
+        assert "traces the step anew in each call" in found.obstacles[0].reason and found.plan[:3] == "F B"
+    else:
+        assert places == [read] and found.graphs_of_forward == 2, found
+    assert not any("cuts none" in note for note in found.notes) and "too few" not in str(found), found
+
+
 def hooked(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = adamw(model)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -238,6 +272,18 @@ def test_a_step_that_raises_is_told_and_leaves_nothing() -> None:
     (obstacle,) = explain(step, batches(1)[0], model=model, optimizer=optimizer).obstacles
     assert "raises RuntimeError" in obstacle.reason and obstacle.where == line_of(step, "# here")
     assert differs(before, everything(model, optimizer)) is None
+
+
+def test_nothing_is_said_for_a_line_behind_which_the_step_raises() -> None:
+    class Raises(Counted):
+        def forward(self, x: Tensor) -> Tensor:
+            largest = self.first(x).max().item()
+            return self.first(self.first(x) * largest)
+
+    model = Raises()
+    found = explain(loss_of(model), batches(1)[0], model=model, optimizer=adamw(model))
+    assert "raises RuntimeError" in found.obstacles[0].reason
+    assert not any("cuts none" in note for note in found.notes), found
 
 
 def test_a_result_that_is_no_loss_is_told() -> None:

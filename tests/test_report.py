@@ -7,14 +7,17 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from training import CONFIG, Net, adam, adamw, batches, loss_of
+from training import CONFIG, Net, adam, adamw, batches, line_of, loss_of
 
-from pygraph_train import GraphedStep, StepReport
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.boundary import Boundary
+from pygraph_train.core.region import PhaseRegions
 from pygraph_train.plans import NOTHING, SEPARATE, Plan
 from pygraph_train.report import step_report, table
 from pygraph_train.report.loop_report import LoopReport
@@ -33,6 +36,7 @@ EVENTS = (
     "compared",
     "runs_with",
     "captured",
+    "cut",
     "fell_back",
     "failed",
     "note",
@@ -107,11 +111,73 @@ def test_many_shapes_are_named_with_their_number() -> None:
     with GraphedStep(loss_of_rows, model=model, optimizer=adamw(model), config=CONFIG) as step:
         for rows in [*range(3, 9), *range(3, 23)]:
             step(torch.randn(rows, 6))
-        text = " ".join(str(step.report()).split())
+        text, verbose = (" ".join(str(r).split()) for r in (step.report(), step.report().verbose()))
         (found,) = [f for f in step.report().fallbacks if "sets of shapes" in f.reason]
     shapes = int(re.findall(r"recorded for (\d+) sets of shapes", found.reason)[0])
     assert 8 < shapes <= 20 and shapes == step.report().captures[-1].shapes
     assert f"In the way of more: {found.reason}. Pad batches" in text
+    assert "such as 20x6; 21x6; 22x6" in text, "a few of them"
+    assert "for inputs of 3x6 captured" in verbose and "for inputs of 22x6" in verbose
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_capture_says_which_kernels_it_holds(compiled: bool) -> None:
+    engine: Any = SimpleNamespace(name="cuda")
+    regions = PhaseRegions(engine, PyGraphConfig(compile=compiled), list, print, Boundary())
+    report = StepReport(engine="emulated")
+    regions.recorded = 1
+    regions.report_to(report, 4)
+    (row,) = [text for name, text in report.rows(verbose=True) if name.startswith("captured")]
+    assert ("Inductor kernels" in row) is compiled and ("eager kernels" in row) is not compiled
+
+
+class Reads(nn.Module):
+    """A value is read between two layers, or behind the last one."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(6, 8), nn.Linear(8, 3), between
+        self.largest = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.between:
+            x = x * min(x.max().item(), 1.0)  # here
+        x = torch.tanh(self.second(x))
+        self.largest = x.max().item()
+        return x
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("by_hand", [False, True], ids=["loss", "by hand"])
+@pytest.mark.parametrize("between", [True, False], ids=["between", "behind"])
+def test_a_graph_break_that_cuts_the_forward_is_named(between: bool, by_hand: bool) -> None:
+    """In a loop, or in a step: one behind the last layer cuts nothing, also where the module is called twice."""
+    model = Reads(between)
+    optimizer = adamw(model)
+
+    def step_fn(batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        if by_hand:
+            loss = loss + model(batch[0] + 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    options: Any = {"model": model, "optimizer": optimizer, "config": CONFIG, "manual_optimization": by_hand}
+    with GraphedStep(step_fn, **options) as step:
+        for batch in batches(16):
+            step(batch)
+        report = step.report()
+    assert report.running_plan == "{F} {B} {O}" and report.fallbacks == []
+    hint, where = "In the way of a single graph for the forward: the graph breaks: ", line_of(Reads, "# here")
+    assert (hint in report.headline() and f"({where}). Move the line" in report.headline()) is between
+    assert ("Nothing stands in the way of more." in report.headline()) is not between
+    assert [cut["where"] for cut in report.to_dict()["cuts"]] == [where] * between
+    assert ("graph break" in dict(report.rows(verbose=True))) is between and "graph break" not in dict(
+        report.rows()
+    )
 
 
 def test_empty_report_prints() -> None:

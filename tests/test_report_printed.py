@@ -206,6 +206,26 @@ def test_micro_batches_count_as_steps_without_an_optimizer() -> None:
     assert report.running_plan == str(SEPARATE)
 
 
+def test_steps_without_graphs_are_named_by_their_numbers() -> None:
+    report = trained(Net(), steps=20)
+    first = report.steps - report.steps_from_graphs
+    assert dict(report.rows())["other steps"] == f"1-{first} (warm-up and recordings)"
+
+    def others(*plain: int, steps: int = 40) -> str | None:
+        report = StepReport(engine="emulated")
+        for number in range(1, steps + 1):
+            report.step_began()
+            if number % 2 or number not in plain:  # an even one of these has raised
+                report.step_ended(NOTHING if number in plain else SEPARATE, updated=True)
+        return dict(report.rows()).get("other steps")
+
+    assert others() is None and others(*range(1, 41)) is None
+    assert others(1, 2, 7, 8, 9, 30, 40) == "1-2 (warm-up and recordings), 7-9, 30, 40"
+    assert others(3, 12) == "3, 12"
+    many = [1, *range(5, 40, 3)]
+    assert others(*many) == "1 (warm-up and recordings), 5, 8, 11, 14, 17, and 7 later ones"
+
+
 def test_parts_of_a_loop_are_one_sum() -> None:
     first, second = Progress(steps=10, elsewhere=4), Progress(steps=4)
     for _ in range(6):
@@ -304,6 +324,12 @@ def test_the_graph_of_the_update_comes_when_the_option_says(steps: int) -> None:
     for batch in batches(20):
         step(batch)
     assert [capture.step for capture in step.report().captures if capture.plan == "{O}"] == [steps + 3]
+
+
+@pytest.mark.parametrize("counted", [0, 20], ids=["Accelerate", "GraphedStep"])
+def test_a_report_without_graphs_has_the_same_rows_in_each_loop(counted: int) -> None:
+    report = trained(Net(), steps=counted, engine="off") if counted else StepReport()
+    assert [name for name, _ in report.rows()] == ["engine", "plan"] and report.steps == counted
 
 
 def test_a_notebook_shows_a_table() -> None:

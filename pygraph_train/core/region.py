@@ -28,6 +28,7 @@ from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, PyGraphError, first_line
 from pygraph_train.putting_back import ScratchState
+from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
@@ -63,6 +64,10 @@ _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
 
+_MOST_SIZES = 3
+"""Of inputs, which the report names for one recording."""
+
+
 _needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
@@ -89,7 +94,10 @@ class PhaseRegions:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
         parts: in the present step, calls of regions.
         hooked: whether autograd accumulates gradients in the present step, because parameters have hooks.
+        end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
+        cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
+        sizes: those of the inputs of the first of them, as in "8x128, 8".
     """
 
     def __init__(
@@ -109,8 +117,10 @@ class PhaseRegions:
         self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
-        self.seconds = 0.0
+        self.seconds, self.sizes = 0.0, ""
         self.hooked = False
+        self.end: Problem | None = None
+        self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self._gradients: dict[int, Tensor] = {}
         self.closed = False
@@ -119,9 +129,10 @@ class PhaseRegions:
         if (where := caught(gm)) is not None:
             self.tell(Problem(_CAUGHT, where))
             raise Unrecordable(_CAUGHT)  # Dynamo leaves the function to Python
-        self.leads |= end_of(gm) is not None
-        parts = halves(gm)
+        end, parts = end_of(gm), halves(gm)
+        self.leads |= end is not None
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
+        region.end = end
         self.regions.append(region)
         made = functools.partial(self.boundary.make, region, region.run_plainly)
         if parts is None:
@@ -133,11 +144,24 @@ class PhaseRegions:
 
         return both
 
+    @property
+    def compiles(self) -> bool:
+        """Whether graphs have Inductor's kernels."""
+        return self.config.compile is True and self.engine.name == "cuda"
+
     def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
         """The graph with compiled kernels, where these were asked for."""
-        if self.config.compile is not True or self.engine.name != "cuda":
-            return None
-        return inductor(gm, examples)
+        return inductor(gm, examples) if self.compiles else None
+
+    def report_to(self, report: StepReport, step: int) -> None:
+        """Tell what was recorded since it was told last, and in this step the latest. Hot path."""
+        if not self.recorded:
+            return
+        made = CaptureRecord("{F} {B}", self.seconds, -1, self.compiles, step, self.shapes, self.sizes)
+        report.captured(made)
+        for problem in self.cuts:
+            report.cut(problem)
+        self.recorded, self.seconds, self.cuts = 0, 0.0, []
 
     def placed(
         self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]
@@ -238,6 +262,7 @@ class PhaseRegion:
         reason: why it runs as it is, None where it may have a graph.
         counts: whether a step in which it runs as it is has no graph of the forward.
         inference: whether nothing is differentiated through it.
+        end: the graph break at its end, None where its function ends there.
         calls, replays, backwards, recordings: how often it was called, came from a graph, had a backward from a graph,
             and was recorded.
     """
@@ -247,6 +272,7 @@ class PhaseRegion:
         compiled = owner.kernels(gm, examples)
         gm, why = prepared(gm, eager=compiled is None)
         self._plainly = self.run = compiled or runner(gm)
+        self.end: Problem | None = None
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
@@ -360,7 +386,8 @@ class PhaseRegion:
         if slot is None:
             return self.run_plainly(*given)
         self.replays += 1
-        self.owner.replays += 1
+        owner.replays += 1
+        owner.end = self.end
         made = replay(slot, inputs, owner.delivery, self._delivered_now(inputs), leads=owner.leads)
         if (numbered := self._numbered) is None:
             return made
@@ -537,6 +564,10 @@ class PhaseRegion:
         if verifies:
             self._compare(slot, given, known)
             slot.audits.took(time.perf_counter() - started, first=True)  # what a later one may take
+        owner.cuts += [owner.end] if owner.end is not None else []
+        if not owner.recorded:
+            sizes = ["x".join(map(str, given[i].shape)) for i in self._moving if given[i].dim()]
+            owner.sizes = ", ".join([*dict.fromkeys(sizes)][:_MOST_SIZES])
         owner.recorded += 1
         owner.seconds += seconds
         phases = "{F}" if self.inference else "{F} {B}"

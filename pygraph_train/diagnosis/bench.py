@@ -30,8 +30,8 @@ __all__ = ["Comparison", "compare"]
 
 _SAME = "no step ran from a graph, so both runs are the same work and the difference of their times is noise"
 _UNUSED = (
-    "uses nothing of pygraph-train, so both runs are the same work and any difference is noise. Put the library into "
-    "the script, as the README shows"
+    "uses nothing of pygraph-train, so a run with it would be the same work. Put the library into the script, as the "
+    "README shows"
 )
 
 
@@ -54,6 +54,9 @@ class Comparison(Printed):
     def headline(self) -> str:
         ratio = self.to_dict()["ratio"]
         told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
+        took = self.graphed["seconds"] / (self.without["seconds"] or 1.0)
+        if ratio is not None and (ratio - 1) * (took - 1) > 0:
+            told += f", and the whole run took {took:.2f} times as long"
         if "emulated" in self.graphed["headline"]:
             told = f"{told} (the emulation claims no speed)"
         return f"{told}. The report of the run with it: {self.graphed['headline']}"
@@ -82,8 +85,8 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
             runs.append(json.loads(out.read_text()))
         if runs[-1]["steps"] < 2:
             raise ValueError(f"{run} made fewer than two steps with optimizers of torch, so it has no times")
-    if not runs[1]["headline"]:
-        raise ValueError(f"{script} {_UNUSED}")
+        if not runs[-1]["headline"]:
+            raise ValueError(f"{script} {_UNUSED}")
     return Comparison(*runs)
 
 

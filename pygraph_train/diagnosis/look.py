@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from pygraph_train.problems import (
     Problem,
     defined_at,
     first_line,
-    is_user_file,
     user_line_in,
     user_location,
 )
@@ -59,7 +57,6 @@ _NO_TRACE = Problem(
     fix="Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step",
 )
 _ANEW = "Keep what changes in a tensor, or where the step does not read it"
-_BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 
 
 def explained(subject: Subject) -> Explanation:
@@ -110,8 +107,9 @@ class _Part:
 
     @property
     def trains(self) -> bool:
-        """Whether a backward goes through it. Of what is never watched nobody knows better."""
-        return self.region.trains or (self.region.reason is not None and self.gives_gradients)
+        """Whether a backward goes through it. Of what is not watched, or not to the end, nobody knows better."""
+        seen = self.region.reason is None and self.region.calls > 1
+        return self.region.trains or (self.gives_gradients and not seen)
 
     @property
     def lacks_graph(self) -> bool:
@@ -141,7 +139,7 @@ class _Look:
         lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
         run_graph = self.regions(gm, examples)
         where = next(filter(None, lines), None)
-        self._parts.append((_Part(self.regions.regions[-1], _break_of(gm), where), run_graph))
+        self._parts.append((_Part(self.regions.regions[-1], end_of(gm), where), run_graph))
         self._made += 1
         number = len(self._parts) - 1
 
@@ -238,7 +236,8 @@ class _Look:
                 cuts = parts and parts[0] <= k < parts[-1]
                 if program.by_hand:  # its own lines run in Python, and the modules that it calls have graphs
                     cuts = cuts and not _is_line_of(program.function(), part.end.where)
-                (breaks if cuts else beside).append(part.end)
+                if cuts or not self._failed:  # where the step has failed, nobody knows what comes behind
+                    (breaks if cuts else beside).append(part.end)
         graphed = self._settled
         plan = graphs_apart(graphed, graphed, looked and self._updates)
         return Explanation(
@@ -254,17 +253,18 @@ class _Look:
         """Reasons against graphs of the forward."""
         if self._settled or self._failed or self._runs == 0:
             return
-        reasons = [p for p in self._called if p.trains and p.region.reason is not None and p.region.counts]
-        for part in reasons or [p for p in self._called if p.trains and p.region.reason is not None]:
-            yield Problem(f"a part of the step runs without a graph: {part.region.reason}", part.where)
-        if not self._called:
-            yield _NO_TRACE
-        elif not reasons and self._made and (again := traced_again()) is not None:
+        refused = [p for p in self._called if p.trains and p.region.reason is not None]
+        reasons = [p for p in refused if p.region.counts]
+        again = traced_again() if self._made and not reasons else None
+        if again is not None:
             yield Problem(
                 f"Dynamo traces the step anew in each call: {again[0]} does not hold", again[1], _ANEW
             )
-        elif not reasons:
-            yield NO_GRAPH
+            return
+        for part in reasons or refused:
+            yield Problem(f"a part of the step runs without a graph: {part.region.reason}", part.where)
+        if not reasons:
+            yield NO_GRAPH if self._called else _NO_TRACE
 
     def _notes(self, looked: bool, beside: list[Problem]) -> Iterator[str]:
         yield from self._subject.notes
@@ -314,16 +314,3 @@ def _seconds(run: Callable[[], object]) -> float:
 def _is_line_of(fn: Any, where: str | None) -> bool:
     code = getattr(fn, "__code__", None)
     return code is not None and where in {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
-
-
-def _break_of(gm: GraphModule) -> Problem | None:
-    end = end_of(gm)
-    if end is None:
-        return None
-    text, frames = end
-    explanation = re.search(r"Explanation: (.*)", text)
-    why = explanation.group(1) if explanation else first_line(Exception(text))
-    inner = [frame for frame in frames if is_user_file(frame[0])] or frames
-    return Problem(
-        f"the graph breaks: {why.strip().rstrip('.')}", "{}:{}".format(*inner[-1]) if inner else None, _BREAK
-    )

@@ -88,8 +88,12 @@ class Headline:
         if not total.has_optimizer and Phase.OPTIMIZER in missing:
             missing.remove(Phase.OPTIMIZER)
         self._fallback = self._most_important(missing)
+        more = "more" if total.made else "graphs"
+        if self._fallback is None and not missing:
+            more = "a single graph for the forward"
+            self._fallback = next((cut for part in self._parts for cut in part.cuts), None)
         if self._fallback is not None:
-            return f"In the way of {'more' if total.made else 'graphs'}: {_reason_with_place(self._fallback)}"
+            return f"In the way of {more}: {_reason_with_place(self._fallback)}"
         if not missing:
             return "Nothing stands in the way of more."
         self._other = next((note for part in self._parts for note in part.notes), "")

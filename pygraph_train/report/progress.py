@@ -14,6 +14,17 @@ RECENT = 16
 """The plan that runs is the most frequent one of so many steps."""
 
 
+_MOST_ROWS = 6
+"""Of steps in a row, which are kept: with changing shapes there are thousands of them."""
+
+
+_ALL = tuple(Phase)
+
+
+def _is_whole(plan: Plan, updated: bool) -> bool:
+    return plan.graphs[: 2 + updated] == _ALL[: 2 + updated]
+
+
 @dataclass
 class Progress:
     """The steps that were made, each with what of it ran from graphs.
@@ -26,12 +37,14 @@ class Progress:
         elsewhere: of these, steps that somebody else counts.
         ended: how many steps ran so, by (what ran from graphs, whether the step had an optimizer step). A step that
             was made outside of the library's hands, or that raised, is not in it.
+        whole: the first and the last of steps in a row of which everything ran from graphs, as far as they are kept.
         recent: the plans of the last steps that had an optimizer step, or of the last steps where none had.
     """
 
     steps: int = 0
     elsewhere: int = 0
     ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
+    whole: list[list[int]] = field(default_factory=list)
     recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=RECENT))
     _updated: bool = False
 
@@ -43,6 +56,11 @@ class Progress:
             updated: whether it had an optimizer step.
         """
         self.ended[plan, updated] += 1
+        if _is_whole(plan, updated):
+            if self.whole and self.whole[-1][1] == self.steps - 1:
+                self.whole[-1][1] = self.steps
+            elif len(self.whole) < _MOST_ROWS:
+                self.whole.append([self.steps, self.steps])
         if updated and not self._updated:
             self._updated = True
             self.recent.clear()
@@ -67,11 +85,20 @@ class Progress:
     @property
     def from_graphs(self) -> int:
         """Steps of which everything ran from graphs: forward, backward, and the optimizer where it had one."""
-        return sum(
-            count
-            for (plan, updated), count in self.ended.items()
-            if all(phase in plan.graphs for phase in Phase if updated or phase is not Phase.OPTIMIZER)
-        )
+        return sum(count for (plan, updated), count in self.ended.items() if _is_whole(plan, updated))
+
+    def others(self) -> str:
+        """Which steps are not `from_graphs`, in words: "" where all or none of them are."""
+        if not self.whole or self.elsewhere:
+            return ""
+        known = self.steps if sum(b - a + 1 for a, b in self.whole) == self.from_graphs else self.whole[-1][1]
+        edges = [0, *(edge for ends in self.whole for edge in ends), known + 1]
+        rows = [(a + 1, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a > 1]
+        later = self.made - self.from_graphs - sum(b - a + 1 for a, b in rows)
+        told = [f"{a}-{b}" if a < b else str(a) for a, b in rows]
+        if rows and rows[0][0] == 1:
+            told[0] += " (warm-up and recordings)"
+        return ", ".join([*told, *([f"and {later} later ones"] if later else [])])
 
     def phase(self, phase: Phase) -> int:
         """Steps of which this phase ran from a graph."""

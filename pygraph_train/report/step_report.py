@@ -21,7 +21,7 @@ __all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
 
 log = logging.getLogger("pygraph_train")
 
-_MANY_SHAPES = 8
+_MANY_SHAPES, _FEW_SHAPES = 8, 3
 _PAD = "Pad batches to fewer sizes: steps with new shapes run without a graph, and then a recording is made"
 
 
@@ -36,6 +36,7 @@ class CaptureRecord:
         compiled: whether it holds Inductor's kernels.
         step: the training step in which it was made.
         shapes: for so many sets of shapes one part of the step has recordings now.
+        sizes: those of its inputs, as in "8x128, 8"; "" where it has none.
     """
 
     plan: str
@@ -44,6 +45,7 @@ class CaptureRecord:
     compiled: bool
     step: int
     shapes: int = 1
+    sizes: str = ""
 
 
 @dataclass
@@ -81,6 +83,7 @@ class StepReport(Printed):
     audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+    cuts: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     trial_seconds: tuple[float, float] | None = None  # of a step with graphs, and of one without
@@ -101,7 +104,7 @@ class StepReport(Printed):
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
         """See `Progress.step_ended`. The log tells of each plan that many steps in a row have had. Hot path."""
-        self._progress.step_ended(plan, updated=updated)
+        self.progress().step_ended(plan, updated=updated)
         if plan is not self._settled and (count := self._progress.recent.count(plan)) == RECENT:
             self._settled = plan
             log.info("pygraph: the latest %d of %d steps ran as plan %s", count, self.steps, plan)
@@ -148,7 +151,13 @@ class StepReport(Printed):
             told = next((f for f in self.fallbacks if f.fix == _PAD), None)
             if told is None:
                 self.fallbacks.append(told := Fallback("", None, fix=_PAD, step=record.step))
-            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes"
+            few = "; ".join([*dict.fromkeys(c.sizes for c in self.captures if c.sizes)][-_FEW_SHAPES:])
+            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes, such as {few}"
+
+    def cut(self, problem: Problem) -> None:
+        """A graph break cuts the forward into several graphs, and all of them are replayed: a hint, and no failure."""
+        if all((c.reason, c.where) != (problem.reason, problem.where) for c in self.cuts):
+            self.cuts.append(Fallback(problem.reason, problem.where, problem.fix, self.steps))
 
     def fell_back(self, fallback: Fallback) -> bool:
         """Note a reason; True when it was not known yet."""
@@ -252,6 +261,7 @@ class StepReport(Printed):
             "audits": self.audits,
             "captures": [dataclasses.asdict(c) for c in self.captures],
             "fallbacks": [dataclasses.asdict(f) for f in self.fallbacks],
+            "cuts": [dataclasses.asdict(c) for c in self.cuts],
             "notes": list(self.notes),
             **(peak_memory_mib() if self.measured else {}),
         }

@@ -25,8 +25,10 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
         ("engine", report.engine),
         ("plan", f"{report.progress().plan}  (forward, backward, optimizer; {{ }} is a graph)"),
     ]
-    if report.steps:
+    if report.steps and report.engine != "off":
         rows.append(("from graphs", counts_of(report.progress())))
+    if others := report.progress().others():
+        rows.append(("other steps", others))
     rows += _speed(report) if report.measured else ()
     rows += _graphs(report) if above is None else ()
     if report.measured:
@@ -37,12 +39,13 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
 
 def reasons_of(report: StepReport, above: Headline | None) -> Iterator[tuple[str, str]]:
     """The lines that say why something runs without a graph, and those with notes. Each says something new."""
-    for f in report.fallbacks:
+    reasons = [("without a graph", f) for f in report.fallbacks]
+    for name, f in [*reasons, *(("graph break", cut) for cut in report.cuts)]:
         if above is None or not above.tells(f):
             where = f"\n  at {f.where}" if f.where else ""
             fix = f"\n  {f.fix}" if f.fix else ""
             often = f", met {f.count} times" if above is None and f.count > 1 else ""
-            yield "without a graph", f"{f.reason} (from step {f.step}{often}){where}{fix}"
+            yield name, f"{f.reason} (from step {f.step}{often}){where}{fix}"
     for text in report.notes:
         if not any(text in f.reason for f in report.fallbacks) and (above is None or not above.says(text)):
             yield "note", text
@@ -63,7 +66,8 @@ def _graphs(report: StepReport) -> Iterator[tuple[str, str]]:
     for c in report.captures:
         kernels = "Inductor kernels" if c.compiled else "eager kernels"
         nodes = f"{c.nodes} nodes, " if c.nodes >= 0 else ""
-        yield f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s"
+        sizes = f", for inputs of {c.sizes}" if c.sizes else ""
+        yield f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s{sizes}"
     if report.verify_seconds and report.measured:
         later = f", and {report.audits} later ones" if report.audits else ""
         yield "verified", f"first replays{later} were compared with plain ones: {report.verify_seconds:.2f} s"

@@ -70,13 +70,19 @@ class StepsByHand:
         stock, own = optimizer.step, vars(optimizer).get("step")
 
         def step(closure: Any = None) -> Any:
-            if closure is not None:
-                return stock(closure)
+            made: list[Any] = [None]
+            body: Callable[[], Any] = stock
             routed = vars(optimizer).pop("step")
             if own is not None:
                 vars(optimizer)["step"] = own
             try:
-                return loop.update(graph, stock)
+                if closure is not None and arranged(graph.serves, loop.report.failed):
+                    with torch.enable_grad():  # optimizers that graphs serve call it once, and first
+                        made.append(closure())
+                elif closure is not None:
+                    body = lambda: made.append(stock(closure))  # noqa: E731
+                loop.update(graph, body)
+                return made[-1]
             finally:
                 vars(optimizer)["step"] = routed
 

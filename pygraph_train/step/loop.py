@@ -28,7 +28,7 @@ from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.chooser import RARE, Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
@@ -93,7 +93,7 @@ class Loop:
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
         self.over, self.patience = False, _PATIENCE
-        self._counts_steps, self.within_step = True, False
+        self._counts_steps, self.within_step, self._graphed = True, False, False
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
         if arranged(lambda: self._start(config, device, refused), self.report.failed) is None:
@@ -318,11 +318,10 @@ class Loop:
         parts = sum(r.parts for r in regions)
         missed = self._chooser is not None and self._chooser.misses(parts)
         graphed, called = replays > 0 and not plain and not missed, plain > 0
+        self._graphed |= graphed
         for r in regions:
             r.replays = r.plain = r.parts = 0
-            if r.recorded:
-                report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps, r.shapes))
-                r.recorded, r.seconds = 0, 0.0
+            r.report_to(report, self._steps)
         for call in self._calls:
             called, call.calls = called or call.calls > 0, 0
             call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0
@@ -333,7 +332,7 @@ class Loop:
         )
         if self._steps == self.patience and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
-        if missed:
+        if missed and self._graphed:  # else another reason stands against all steps
             self._tell(RARE)
         if regions and self._chooser is not None:
             self._choose(self._chooser, graphed, parts)

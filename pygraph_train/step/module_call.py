@@ -120,6 +120,7 @@ class ModuleCall:
         if not self._may_replay():
             return done(self._plainly(args, kwargs))
         self.calls += 1
+        self.regions.end = None
         return done(self._compiled(self._module, args, kwargs))
 
     def _may_replay(self) -> bool:

@@ -21,7 +21,7 @@ from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
-from pygraph_train.report.step_report import CaptureRecord, StepReport
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.chooser import RARE, chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
@@ -97,7 +97,7 @@ class PhaseRunner:
         try:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
-            regions.hooked = False
+            regions.hooked, regions.end = False, None
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
@@ -213,7 +213,8 @@ class PhaseRunner:
         for problem in told:
             training.note(problem)
         chooser = self._chooser
-        if missed := chooser is not None and chooser.misses(regions.parts):
+        missed = chooser is not None and chooser.misses(regions.parts)
+        if missed and training.replays:  # else another reason stands against all steps
             training.note(RARE)
         graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
@@ -223,10 +224,7 @@ class PhaseRunner:
         if self._hopeless == HOPELESS:
             regions.close()
             self._runs_plain = True
-        if regions.recorded:
-            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step, regions.shapes)
-            training.report.captured(record)
-            regions.recorded, regions.seconds = 0, 0.0
+        regions.report_to(training.report, training.step)
         speaks = regions.replays or training.reasons or training.config.forward == "off"
         self._silent = 0 if speaks else self._silent + 1
         if self._silent == training.config.warmup_steps + _PATIENCE:

@@ -337,6 +337,9 @@ class Noted:
     def close(self) -> None:
         self._made.close()
 
+    def report(self) -> Any:
+        return self._made.report()
+
     def _noted(self, result: Any) -> Any:
         self._run.note("result", result)
         self._run.snapshot()

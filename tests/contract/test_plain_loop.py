@@ -98,6 +98,38 @@ def test_a_step_that_makes_its_backwards_and_updates(run: Run) -> None:
         step(real)
 
 
+def trained_by_closures(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+    for batch in batches():
+        step(*batch)
+    return step
+
+
+@same_as_plain(replays=15, updates=10)
+def test_a_step_by_hand_gives_its_optimizer_a_closure(run: Run) -> None:
+    model = Net()
+    trained_by_closures(run, model, adamw(model))
+
+
+@same_as_plain(replays=15, updates=0)
+def test_a_step_by_hand_of_lbfgs(run: Run) -> None:
+    model = Net(dropout=0.0)
+    step = trained_by_closures(run, model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+    if run.ours:
+        report = step.report().to_dict()
+        assert report["running_plan"] == "{F} {B} O" and report["steps_from_graphs"] == 0
+        assert "how often to run the closure" in report["headline"]
+
+
 @same_as_plain(replays=30)
 def test_two_steps_of_one_model_take_turns(run: Run) -> None:
     model = Net()

@@ -311,6 +311,33 @@ def test_a_loop_traces_no_rare_step(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert str(chooser.RARE.reason) in str(report["fallbacks"])
 
 
+class _Refused(nn.Module):
+    """No graph holds its backward, and another part of it has too few operations for a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.table((x[:, 0] > 0).long()) + x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+@pytest.mark.quick
+def test_rare_steps_are_no_reason_where_no_step_has_a_graph(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _choose(monkeypatch, 1e-4, 1e-5)
+    model = _Refused()
+    step, report = make(model, torch.optim.SGD(model.parameters(), 0.01))
+    for n in range(1, 61):
+        step(torch.randn(2 if n % 20 == 0 else 3, 4))
+    reasons = str(report().to_dict()["fallbacks"])
+    assert "sparse" in reasons and "such steps are rare" not in reasons
+
+
 class _InTwoParts(nn.Module):
     """Its second part takes another branch where it is `odd`."""
 

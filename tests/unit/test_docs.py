@@ -336,25 +336,33 @@ def surroundings(code: str) -> dict[str, Any]:
         "batch": next(iter(loader)),
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
     }
-    if "lightning_module" in code:
+    if "lightning_module" in code or "manual_module" in code:
         found["lightning_module"] = _lightning_module(model)
+        found["manual_module"] = _lightning_module(model, manual=True)
     if "hf_model" in code:
         found |= _of_transformers()
     return found
 
 
-def _lightning_module(model: nn.Module) -> Any:
+def _lightning_module(model: nn.Module, *, manual: bool = False) -> Any:
     pl = pytest.importorskip("lightning.pytorch")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = model
+            self.automatic_optimization = not manual
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
             loss = F.mse_loss(self.net(batch[0]), batch[1])
             self.log("loss", loss)
-            return loss
+            if not manual:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=2.0**-9, fused=True)
@@ -408,7 +416,7 @@ def test_snippets_run_as_they_stand(
 ) -> None:
     if reason:
         pytest.skip(reason)
-    for package in re.findall(r"^(?:from|import) (peft|torch_geometric|torchmetrics)\b", code, re.M):
+    for package in re.findall(r"^(?:from|import) (peft|torch_geometric)\b", code, re.M):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     for options in (PyGraphConfig, BackendOptions):
@@ -420,6 +428,7 @@ def test_snippets_run_as_they_stand(
     exec(compile(code, "<snippet>", "exec"), vars(script))
     captured = capsys.readouterr()
     counted = re.findall(r"(\d+) of \d+ (?:training steps|runs of compiled)", captured.out + captured.err)
-    if "report()" in code or "trainer" in code:
+    if re.search(r"report\(\)|\.fit\(|\.train\(\)", code):
         assert counted, "the snippet prints its report"
+    assert "print(explain(" not in code or "will run as {F} {B} {O}" in captured.out
     assert all(int(steps) > 0 for steps in counted), "and nothing was replayed"
