@@ -12,7 +12,7 @@ from torch import Tensor
 from pygraph_train.boundary import REPLAY, executes
 from pygraph_train.core.memory import free_memory
 from pygraph_train.graphs.engine import Graph
-from pygraph_train.graphs.memory import span
+from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.memory import borrower, copy_all
 from pygraph_train.torch_private.phases import autocast_now
@@ -112,8 +112,9 @@ class RecordedRegion:
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
         self._static = [self._static_of(t, i in region.fixed) for i, t in enumerate(given)]
+        self._overlap = [i for i in self._moving if overlaps_itself(self._static[i])]
         # without a version: autograd must not take a new batch for a change of what it has saved
-        self._targets = [span(self._static[i].data) for i in self._moving]
+        self._targets = [self._whole(i, self._static[i].data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
@@ -227,7 +228,10 @@ class RecordedRegion:
 
     def _load(self, given: Sequence[Any]) -> None:
         if self._moving:
-            copy_all(self._targets, [span(given[i].detach()) for i in self._moving])
+            copy_all(self._targets, [self._whole(i, given[i].detach()) for i in self._moving])
+
+    def _whole(self, position: int, tensor: Tensor) -> Tensor:
+        return span(tensor) if position in self._overlap else tensor
 
     def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
         """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""

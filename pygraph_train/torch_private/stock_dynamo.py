@@ -166,6 +166,7 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         _here.settings = changes
+        quietly(lambda: changes.enter_context(_counting()))
         quietly(lambda: changes.enter_context(_without_advice()))
         quietly(lambda: changes.enter_context(_not_capturable()))
         quietly(lambda: changes.enter_context(_inner_leaves()))
@@ -175,6 +176,15 @@ def _prepare_trace() -> None:
 
 
 _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
+
+
+def _counting() -> Any:
+    """Around a trace: the counter of a torchmetrics object is a number that changes, which takes no second trace to
+    find out. (2.11 to 2.15)"""
+    import torch.compiler.config as config
+
+    sources = filter(None, (config.dynamic_sources, r".*\._update_count$"))
+    return config.patch(dynamic_sources=",".join(sources))  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -63,7 +63,10 @@ def test_torchmetrics_in_a_training_step(run: Run, idiom: str, average: str) -> 
     measured = Measured(idiom, average)
     before = traces()
     fit(run, measured, loader(batches(14)), max_epochs=2, logger=memory_logger()())
-    assert traces() - before < 6, "Dynamo traces the functions of the metric"
+    most = (
+        2 if average == "macro" else 1
+    )  # a counter that changes, and functions of the metric, take no further ones
+    assert traces() - before <= most
     run.note("state of the metric", [measured.accuracy.tp, measured.accuracy.update_count])
 
 
