@@ -165,7 +165,7 @@ class Chooser:
         saves = min(self._saves, _SAVED * self._host)
         if saves < _LITTLE * self._without:
             ms = f"at most {max(saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
-            return Problem(f"graphs would save little: {ms}, as the host works on other things", fix=_ON)
+            return Problem(f"graphs would save little: {ms}", fix=_ON)
         fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / saves), self._left()
         if left >= fewest:
             return None
