@@ -325,15 +325,7 @@ class _AutomaticStep:
         if position.update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
 
-        progress = loop.optim_progress
-        before: Any = None
-
         def run(call: Call) -> dict[str, Any]:
-            nonlocal before
-            if before is not None:  # the first attempt was given up, but Lightning had counted it
-                progress.load_state_dict(before)
-            elif call is not plain_call:
-                before = progress.state_dict()
             with self._program.running_through(call):
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
