@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
@@ -326,7 +327,8 @@ class _AutomaticStep:
             return self._observe(optimizer, batch_idx, kwargs)
 
         def run(call: Call) -> dict[str, Any]:
-            with self._program.running_through(call):
+            timed = self._logs_timed() if self._runner.timing else nullcontext()
+            with timed, self._program.running_through(call):
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
@@ -341,6 +343,18 @@ class _AutomaticStep:
             if self._runner.at_rest:
                 self._only_count()
         return output
+
+    def _logs_timed(self) -> AbstractContextManager[None]:
+        """Around a plain step that is timed: what Lightning does to log takes as long with graphs."""
+        runner, model = self._runner, self._program.model
+        log = model.log
+
+        def timed(*args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            log(*args, **kwargs)
+            runner.worked(began - time.perf_counter())
+
+        return standing_in([(model, "log", timed)])
 
     def _optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any

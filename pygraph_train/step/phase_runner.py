@@ -102,11 +102,11 @@ class PhaseRunner:
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
             if self._training.step > 1:
-                if (chooser := self._chooser) is None or not chooser.plain:
+                if not self.timing:
                     return run(call)
                 began = time.perf_counter()
                 made = run(call)
-                chooser.worked(time.perf_counter() - began, 1)
+                self.worked(time.perf_counter() - began, 1)
                 return made
             before = traces_of_others()  # in the first step parts that the user compiled are traced
             made = run(call)
@@ -114,6 +114,16 @@ class PhaseRunner:
             return made
         finally:
             _turn.release()
+
+    @property
+    def timing(self) -> bool:
+        """Whether the present step is a plain one that is timed."""
+        return self._chooser is not None and self._chooser.plain
+
+    def worked(self, seconds: float, calls: int = 0) -> None:
+        """See `Chooser.worked`; seconds below zero for what no graph replaces."""
+        if self._chooser is not None:
+            self._chooser.worked(seconds, calls)
 
     def _look_for_compiled_part(self, before: int) -> None:
         if traces_of_others() != before:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -253,6 +254,39 @@ def test_a_loop_tells_what_the_host_has_worked_on(make: Any, monkeypatch: pytest
         step(torch.randn(3, 4))
     seconds, calls = map(sum, zip(*told, strict=True))
     assert 0 < seconds < 60 and calls in (2, 3)  # the second and third step, and in stock loops the first one
+
+
+def test_time_of_logs_in_a_training_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from pygraph_train import PyGraphCallback
+
+    class Logging(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _small()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(1.0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    monkeypatch.setattr(phase_runner, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    told: list[float] = []
+    monkeypatch.setattr(Chooser, "worked", lambda self, seconds, calls=0: told.append(seconds))
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    callback = PyGraphCallback(engine="emulated", print_report=False)
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=3, callbacks=[callback], **off)
+    trainer.fit(Logging(), torch.utils.data.DataLoader(torch.randn(8, 4), 2))
+    first, *told = told  # in which caches fill: it does not count
+    assert len(told) == 4 and 0.0 < sum(told) < 1.0
 
 
 def _choose(monkeypatch: pytest.MonkeyPatch, plain: float, graphed: float) -> None:
