@@ -427,8 +427,8 @@ class PhaseRegion:
         made = self.run(*given)
         numbered = self._numbered
         done(made if numbered is None else surely(lambda: numbered.outputs(made, numbers), FORWARD))
-        leads = any(isinstance(t, Tensor) and t.requires_grad for t in made)
-        self.inference = self.owner.inference and not leads
+        results = [t for t in made if isinstance(t, Tensor)]
+        self.inference = self.owner.inference and bool(results) and not any(t.requires_grad for t in results)
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(given[i].detach(), c)}
         places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]

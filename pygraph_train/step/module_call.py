@@ -84,7 +84,14 @@ class ModuleCall:
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
         self.regions = PhaseRegions(
-            engine, config, lambda: tensors_of(known()), tell, boundary, delivers=delivers, leads=True
+            engine,
+            config,
+            lambda: tensors_of(known()),
+            tell,
+            boundary,
+            delivers=delivers,
+            leads=True,
+            inference=True,
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from pygraph_train.core.recording import RecordedRegion
+
 from .compare import Run, compare, same_as_plain
 from .frameworks import accelerator, forget_accelerators, graphed_step, loader, train_compiled
 from .models import DEVICE, Net, adamw, batches, cross_entropy
@@ -103,6 +105,29 @@ def test_a_backward_does_not_go_on_to_each_parameter(monkeypatch: pytest.MonkeyP
     compare(training, replays=12)
     ours = asked[len(asked) // 2 :]
     assert ours[0] is None and ours[-1] is not None and len(ours[-1]) == 1
+
+
+def test_a_frozen_network_has_graphs_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a teacher does, or a generator while the other network is trained. Its norm still counts batches."""
+    replay, made = RecordedRegion.replay_forward, []
+
+    def noting(self: RecordedRegion, *given: Any) -> Any:
+        made.append(self.region.inference)
+        return replay(self, *given)
+
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model, optimizer, data, _ = prepared(run, accelerate)
+        teacher = accelerate.prepare(Net().requires_grad_(False))
+        run.watch(teacher)
+        for x, y in run.each(data):
+            accelerate.backward(cross_entropy(model(x), y) + (model(x) - teacher(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(RecordedRegion, "replay_forward", noting)
+    compare(training, replays=12)
+    assert made.count(True) >= 12
 
 
 @same_as_plain(replays=12, updates=24)
