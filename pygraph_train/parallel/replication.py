@@ -54,14 +54,14 @@ class Replicas(Replication):
     """A model in DistributedDataParallel: each process has a copy of it, and gradients are averaged.
 
     Args:
-        wrapper: of the model.
+        wrapper: of the model; where only a framework has that, the model, for `problem` alone.
     """
 
     name = "DistributedDataParallel"
     shared = True
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = wrapper
+    def __init__(self, wrapper: nn.Module) -> None:
+        self._wrapper: Any = wrapper
         if any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()):
             self.problem = Problem("SyncBatchNorm exchanges statistics in the middle of forward and backward")
 

@@ -23,7 +23,7 @@ from pygraph_train.core.node import leaves_of
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel.replication import replication_of
+from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
@@ -123,7 +123,7 @@ class Loop:
         self,
         module: nn.Module,
         *,
-        within: nn.Module | None = None,
+        replication: Replication | None = None,
         compiled: bool = False,
         **compile_options: Any,
     ) -> None:
@@ -131,23 +131,22 @@ class Loop:
 
         Args:
             module: whose calls are taken over.
-            within: what holds it, if that is a wrapper for several processes.
+            replication: how processes share it, where a wrapper that holds it decides that.
             compiled: whether Inductor's kernels were asked for.
             **compile_options: further arguments of `torch.compile`.
         """
-        arranged(
-            lambda: self._take_module(module, within or module, compiled, compile_options), self.report.failed
-        )
+        given = module, replication, compiled, compile_options
+        arranged(lambda: self._take_module(*given), self.report.failed)
 
     def _take_module(
-        self, module: nn.Module, wrapper: nn.Module, compiled: bool, options: dict[str, Any]
+        self, module: nn.Module, replication: Replication | None, compiled: bool, options: dict[str, Any]
     ) -> None:
         engine, config = self._engine, self.config
+        replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
-        replication = replication_of(wrapper)
         problem = replication.problem or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)

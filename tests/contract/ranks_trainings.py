@@ -324,7 +324,7 @@ def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:
         made(*batch)
 
 
-def a_trainer_of_transformers(run: Run, rank: int, *, way: str) -> None:
+def a_trainer_of_transformers(run: Run, rank: int, *, way: str, **options: Any) -> None:
     from .frameworks import sentences, trainer
 
-    trainer(run, way, data=sentences(160), ddp_find_unused_parameters=False)
+    trainer(run, way, data=sentences(320), ddp_find_unused_parameters=False, **options)

@@ -141,8 +141,9 @@ def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("way", ["trainer", "callback"])
-@pytest.mark.slow_after(1)
-def test_a_trainer_of_transformers(ranks: Ranks, way: str) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick
+def test_a_trainer_of_transformers(ranks: Ranks, way: str, accumulate: int) -> None:
     pytest.importorskip("transformers")
-    expected: dict[str, Any] = {"replays": 8} if way == "trainer" else {"refused": "DDP calls the model"}
-    trained(ranks, "a_trainer_of_transformers", options={"way": way}, **expected)
+    options = {"way": way, "gradient_accumulation_steps": accumulate}
+    trained(ranks, "a_trainer_of_transformers", options=options, replays=12, updates=12 if accumulate == 1 else 1)
