@@ -302,12 +302,14 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
     fit(run, ByHand(), loader(batches(32, seed=rank)), **machine)
 
 
-def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:
-    from .frameworks import accelerator, graphed_step, loader
+def an_accelerator(run: Run, rank: int, *, whole: bool = False, attach: bool = False) -> None:
+    from .frameworks import accelerator, attach_to, graphed_step, loader
 
-    accelerate = accelerator(run)
+    accelerate = accelerator(run, attach=attach)
     model = Net()
     model, optimizer = accelerate.prepare(model, adamw(model))
+    if attach:
+        attach_to(run, accelerate)
     run.watch(model, optimizer)
     torch.manual_seed(rank)
 

@@ -134,10 +134,11 @@ def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
     trained(ranks, "an_accelerator", options={"whole": True}, replays=10)
 
 
-@pytest.mark.slow
-def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.slow_after(1)
+def test_a_stock_loop_of_accelerate(ranks: Ranks, attach: bool) -> None:
     pytest.importorskip("accelerate")
-    trained(ranks, "an_accelerator", options={"whole": False}, replays=12)
+    trained(ranks, "an_accelerator", options={"attach": attach}, replays=12)
 
 
 @pytest.mark.parametrize("way", ["trainer", "callback"])
@@ -146,4 +147,6 @@ def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
 def test_a_trainer_of_transformers(ranks: Ranks, way: str, accumulate: int) -> None:
     pytest.importorskip("transformers")
     options = {"way": way, "gradient_accumulation_steps": accumulate}
-    trained(ranks, "a_trainer_of_transformers", options=options, replays=12, updates=12 if accumulate == 1 else 1)
+    trained(
+        ranks, "a_trainer_of_transformers", options=options, replays=12, updates=12 if accumulate == 1 else 1
+    )
