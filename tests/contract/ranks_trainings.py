@@ -6,6 +6,8 @@ import copy
 import importlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.faults import nothing_compares_equal, nothing_is_captured
+from tests.faults import nothing_compares_equal, nothing_is_captured, steps_fail
 
 from .compare import Run, compare
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
@@ -140,13 +142,21 @@ FAILS = {
     "no memory for captures": no_memory,
     "comparisons fail": nothing_compares_equal,
     "graphs are off": graphs_are_off,
+    "steps fail": steps_fail,
 }
 
 
-def a_loop_that_fails_on_one_rank(run: Run, rank: int, *, how: str, accumulate: int = 1, shard: bool) -> None:
+@contextmanager
+def failing(run: Run, rank: int, how: str) -> Iterator[None]:
+    """What makes the library fail on one rank; "" for nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        if run.ours and rank == 1:
+        if run.ours and rank == 1 and how:
             FAILS[how](patch)
+        yield
+
+
+def a_loop_that_fails_on_one_rank(run: Run, rank: int, *, how: str, accumulate: int = 1, shard: bool) -> None:
+    with failing(run, rank, how):
         (shards if shard else replicas)(run, rank, accumulate=accumulate)
 
 

@@ -85,8 +85,8 @@ def test_one_rank_trains_without_graphs(ranks: Ranks, how: str, shard: bool) -> 
     trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
 
 
-@pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail"])
-@pytest.mark.slow
+@pytest.mark.parametrize("how", ["steps fail", "no memory for captures", "comparisons fail"])
+@pytest.mark.slow_after(1)
 def test_one_rank_trains_without_graphs_between_updates(ranks: Ranks, how: str) -> None:
     options = {"how": how, "shard": False, "accumulate": 2}
     trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
