@@ -34,6 +34,8 @@ def trained(
     """Compare the training of that name on this rank: see `compare`."""
     if "lightning" in training:  # importing it inside of a run would draw random numbers there
         importlib.import_module("tests.contract.lightning_module")
+    if "fabric" in training:
+        importlib.import_module("lightning.fabric")
     with tempfile.TemporaryDirectory() as folder:
         given = {"folder": Path(folder), **expected}
         return compare(lambda run: globals()[training](run, rank, **(options or {})), **given)
@@ -334,6 +336,46 @@ def an_accelerator(run: Run, rank: int, *, whole: bool = False, attach: bool = F
     made = graphed_step(run, accelerate, step) if whole else run.noted(step)
     for batch in loader(batches(32, seed=rank)):
         made(*batch)
+
+
+def a_fabric(run: Run, rank: int, *, how: str, accumulate: int = 1, fails: str = "", **options: Any) -> None:
+    """A stock loop around the model or a method of it, or a whole step."""
+    from lightning.fabric.strategies import DDPStrategy
+
+    from .frameworks import fabric
+
+    class Learner(Net):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return cross_entropy(self(x), y)
+
+    with failing(run, rank, fails):
+        made = fabric(run, strategy=DDPStrategy(), devices=2, **options)
+        model, optimizer = made.setup(net := Learner(), adamw(net))
+        model.mark_forward_method("loss")
+        run.watch(model, optimizer)
+        torch.manual_seed(rank)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return model.loss(x, y) if how == "method" else cross_entropy(model(x), y)
+
+        clip = {"max_norm": 0.5, "error_if_nonfinite": False}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if number % accumulate == 0:
+                optimizer.zero_grad()
+            made.backward(loss := loss_fn(x, y))
+            if update:
+                made.clip_gradients(model, optimizer, **clip)
+                optimizer.step()
+            return loss
+
+        if how == "whole" and run.ours:
+            step = made.pygraph.graphed_step(loss_fn, model=model, optimizer=optimizer, **clip)
+        for number, batch in enumerate(batches(40, seed=rank)):
+            update = (number + 1) % accumulate == 0
+            with made.no_backward_sync(model, enabled=not update):
+                run.note("loss", step(*batch))
+            run.snapshot(f"after {number}")
 
 
 def a_trainer_of_transformers(run: Run, rank: int, *, way: str, **options: Any) -> None:

@@ -141,6 +141,24 @@ def test_a_stock_loop_of_accelerate(ranks: Ranks, attach: bool) -> None:
     trained(ranks, "an_accelerator", options={"attach": attach}, replays=12)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("how", ["stock", "whole", "method"])
+@pytest.mark.quick
+def test_a_fabric(ranks: Ranks, how: str, accumulate: int) -> None:
+    pytest.importorskip("lightning.fabric")
+    updates = 12 if accumulate == 1 else 1
+    trained(ranks, "a_fabric", options={"how": how, "accumulate": accumulate}, replays=12, updates=updates)
+
+
+@pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
+@pytest.mark.parametrize("how", ["stock", "whole"])
+@pytest.mark.quick
+def test_a_fabric_one_rank_of_which_has_no_graphs(ranks: Ranks, how: str, fails: str) -> None:
+    pytest.importorskip("lightning.fabric")
+    options = {"how": how, "fails": fails, "accumulate": 2}
+    trained(ranks, "a_fabric", options=options, refused="one rank cannot replay")
+
+
 @pytest.mark.parametrize("way", ["trainer", "callback"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.quick
