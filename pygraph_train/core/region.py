@@ -22,7 +22,15 @@ from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.memory import forget_memory, free_memory
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
+from pygraph_train.core.passes import (
+    COMMUNICATES,
+    caught,
+    communication,
+    halves,
+    prepared,
+    runner,
+    written_inputs,
+)
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
@@ -126,9 +134,10 @@ class PhaseRegions:
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        if (where := caught(gm)) is not None:
-            self.tell(Problem(_CAUGHT, where))
-            raise Unrecordable(_CAUGHT)  # Dynamo leaves the function to Python
+        for reason, look in ((_CAUGHT, caught), (f"{_PART}: {COMMUNICATES}", communication)):
+            if (where := look(gm)) is not None:
+                self.tell(Problem(reason, where))
+                raise Unrecordable(reason)  # Dynamo leaves the function to Python
         end, parts = end_of(gm), halves(gm)
         self.leads |= end is not None
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
@@ -664,7 +673,8 @@ class PhaseRegion:
         return Fingerprint.of(torch.zeros((), device=device), tensors)
 
 
-_CAUGHT = "a part of the step runs without a graph: the step catches exceptions of its operations"
+_PART = "a part of the step runs without a graph"
+_CAUGHT = f"{_PART}: the step catches exceptions of its operations"
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
 )

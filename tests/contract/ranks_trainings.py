@@ -97,6 +97,28 @@ def halved(state: None, bucket: Any) -> Any:
 halved.__annotations__.clear()  # torch refuses texts
 
 
+def a_model_that_communicates(run: Run, rank: int) -> None:
+    """A mean of all ranks, in place; its gradient goes to the mean of this one. The ranks have other shapes."""
+
+    class Talking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.net(x)
+            mean = made.mean()
+            distributed.all_reduce(mean)
+            return made * (1 + 0.01 * mean)
+
+    model = DistributedDataParallel(Talking())
+    torch.manual_seed(rank)
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, (x, y) in enumerate(batches(32, seed=rank)):
+        rows = 4 if rank == 1 and number % 7 == 3 else 8
+        step((x[:rows], y[:rows]))
+
+
 def another_shape_on_one_rank(run: Run, rank: int) -> None:
     model, data = replicated(run, rank)
     step = run.step(loss_of(model), model=model, optimizer=adamw(model))

@@ -50,6 +50,10 @@ def test_unused_parameters_are_looked_for(ranks: Ranks) -> None:
     trained(ranks, "replicas", options={"find_unused_parameters": True}, refused="DDP reads on the host")
 
 
+def test_a_model_that_communicates(ranks: Ranks) -> None:
+    trained(ranks, "a_model_that_communicates", replays=12)
+
+
 def test_gradients_that_are_not_reduced_are_noticed(ranks: Ranks) -> None:
     ranks.run("tests.contract.ranks_trainings:differs_without_reduction")
 
