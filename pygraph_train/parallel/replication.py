@@ -7,7 +7,7 @@ it gives to other processes before a forward are inputs of that forward's graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,12 +26,14 @@ class Replication:
     Attributes:
         name: what torch calls the wrapper, "" for one process.
         shared: whether other processes train the same model.
-        problem: why no step of this model has graphs, None where it may have some.
+        problem: why no step of this model has graphs as a whole, None where it may have some.
+        blocks: modules whose parameters are gathered for each of their calls. These may have graphs nevertheless.
     """
 
     name: str = ""
     shared: bool = False
     problem: Problem | None = None
+    blocks: Sequence[nn.Module] = ()
 
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
@@ -89,11 +91,16 @@ class _Shards(Replication):
 
     shared = True
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, blocks: Sequence[nn.Module] = ()) -> None:
+        self.name, self.blocks = name, blocks
         self.problem = Problem(
             f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter"
         )
+
+
+def _is_block(module: nn.Module, kind: type) -> bool:
+    """Whether a module is sharded by itself, and no part of it is."""
+    return [m for m in module.modules() if isinstance(m, kind)] == [module] and "forward" not in vars(module)
 
 
 def replication_of(model: nn.Module) -> Replication:
@@ -103,7 +110,7 @@ def replication_of(model: nn.Module) -> Replication:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             return _Shards("FullyShardedDataParallel")
         if isinstance(module, fsdp.FSDPModule):
-            return _Shards("FSDP")
+            return _Shards("FSDP", [m for m in model.modules() if _is_block(m, fsdp.FSDPModule)])
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -88,6 +89,7 @@ class Loop:
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
         self._engine: Engine | None = None
         self._chooser: Chooser | None = None
+        self._lent: Lent | None = None
         self._steps = self._silent = 0
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
@@ -147,7 +149,7 @@ class Loop:
             module = module.module
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
-        problem = replication.problem or compiled_part(module)
+        problem = (None if replication.blocks else replication.problem) or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
@@ -157,10 +159,14 @@ class Loop:
             if compiled:
                 config = dataclasses.replace(config, compile=True)
             self._taken.add(module)
-            given = module, engine, config, self.boundary, self._tell
-            call = ModuleCall(*given, delivers=not replication.shared, **options)
-            call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
-            self._calls.add(call)
+            lent = None
+            if replication.blocks:
+                lent = self._lent = self._lent or Lent(engine)
+            for part in replication.blocks or [module]:
+                given = part, engine, config, self.boundary, self._tell
+                call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
+                call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
+                self._calls.add(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None

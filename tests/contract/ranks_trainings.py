@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -284,6 +285,69 @@ def shards(
         if scheduler is not None:
             scheduler.step()
     run.note("seen", seen)
+
+
+class Block(nn.Module):
+    """Of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, dropout=0.1)
+        self.inner, self.outer = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.dropout(self.outer(functional.gelu(self.inner(self.second(x)))))
+
+
+def blocks_by_hand(
+    run: Run,
+    rank: int,
+    *,
+    accumulate: int = 1,
+    bf16: bool = False,
+    reshard: bool = True,
+    frozen: bool = False,
+    trap: str = "",
+    fails: str = "",
+) -> None:
+    """A transformer whose blocks are sharded with FSDP2; the step makes backward and update itself."""
+    blocks = [Block(6) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 3))
+    if frozen:
+        blocks[1].inner.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    torch.manual_seed(rank)
+    optimizer = adamw(model)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        model.set_requires_gradient_sync(update)
+        loss = cross_entropy(model(x[:, None].expand(-1, 4, -1)).mean(1).float(), y)
+        loss.backward()
+        if update:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    with failing(run, rank, fails):
+        step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+        for number, (x, y) in enumerate(batches(32, seed=rank)):
+            rows = 4 if trap and rank == 1 and number % 7 == 3 else 8
+            update = (number + 1) % accumulate == 0
+            if trap and number == 20:
+                model.load_state_dict(model.state_dict())
+            step(x[:rows], y[:rows])
+            if number % 10 == 9:
+                with torch.no_grad():
+                    run.note("evaluation", model.eval()(x))
+                model.train()
 
 
 def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: Any) -> None:

@@ -110,6 +110,27 @@ def test_shards(ranks: Ranks, name: str) -> None:
     trained(ranks, "shards", options=SHARDS[name], refused="no graph holds a part of a parameter")
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "accumulated in bf16": {"accumulate": 2, "bf16": True},
+    "kept between forward and backward": {"reshard": False},
+    "partly frozen": {"frozen": True},
+    "another shape on one rank, and state is loaded": {"trap": "another shape"},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.slow_after(2)
+def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
+    trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=0)
+
+
+@pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
+@pytest.mark.slow_after(1)
+def test_blocks_of_shards_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: str) -> None:
+    trained(ranks, "blocks_by_hand", options={"fails": fails}, refused="one rank cannot replay")
+
+
 def test_a_lightning_trainer(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     trained(ranks, "a_lightning_trainer", replays=12)
