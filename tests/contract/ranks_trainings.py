@@ -288,7 +288,7 @@ def shards(
 
 
 class Block(nn.Module):
-    """Of a transformer."""
+    """Of a transformer, for batches of sentences."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -400,11 +400,25 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
     fit(run, ByHand(), loader(batches(32, seed=rank)), **machine)
 
 
-def an_accelerator(run: Run, rank: int, *, whole: bool = False, attach: bool = False) -> None:
+def an_accelerator(
+    run: Run, rank: int, *, whole: bool = False, attach: bool = False, shard: bool = False
+) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from tests.ranks_accelerate import sharded_on_cpus
+
     from .frameworks import accelerator, attach_to, graphed_step, loader
 
-    accelerate = accelerator(run, attach=attach)
-    model = Net()
+    model: Any = Net()
+    if shard:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (1, 6)), *[Block(6) for _ in range(2)])
+        model.extend([nn.Flatten(), nn.Linear(6, 3)])
+        wraps = {"transformer_cls_names_to_wrap": ["Block"], "auto_wrap_policy": "transformer_based_wrap"}
+        with sharded_on_cpus():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps)
+            accelerate = accelerator(run, attach=attach, fsdp_plugin=plugin)
+    else:
+        accelerate = accelerator(run, attach=attach)
     model, optimizer = accelerate.prepare(model, adamw(model))
     if attach:
         attach_to(run, accelerate)

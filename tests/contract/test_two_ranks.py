@@ -184,6 +184,14 @@ def test_a_fabric_one_rank_of_which_has_no_graphs(ranks: Ranks, how: str, fails:
     trained(ranks, "a_fabric", options=options, refused="one rank cannot replay")
 
 
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.slow_after(1)
+def test_blocks_of_shards_with_accelerate(ranks: Ranks, attach: bool) -> None:
+    pytest.importorskip("accelerate")
+    options = {"shard": True, "attach": attach}
+    trained(ranks, "an_accelerator", options=options, replays=12, updates=0)
+
+
 @pytest.mark.parametrize("way", ["trainer", "callback"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.quick
