@@ -25,7 +25,7 @@ def runs_example(rank: int) -> str:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     example = Path(__file__).parents[1] / "examples" / "accelerate_fsdp2.py"
-    arguments = [str(example), "--engine", "emulated", "--small", "--steps", "40"]
+    arguments = [str(example), "--engine", "emulated", "--small", "--steps", "120"]
     output = io.StringIO()
     with (
         sharded_on_cpus(),
