@@ -170,7 +170,7 @@ def _may_catch(file: str, line: int) -> bool:
 
 
 def communication(gm: GraphModule) -> str | None:
-    """`file:line` of an operation in which other processes take part, None without one.
+    """`file:line` of an operation in which other processes take part, "" if no line of the user's, None without one.
 
     Where they replay nothing, they would wait for each comparison and each capture. And Dynamo changes the gradient: of
     a sum over all processes that is made in place, the summand gets none.
@@ -178,7 +178,7 @@ def communication(gm: GraphModule) -> str | None:
     graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
     talks = (n for graph in graphs for n in graph.nodes if _COMMUNICATES.match(_origin(n)))
     node = next(talks, None)
-    return None if node is None else user_line_in(node.meta.get("stack_trace")) or str(node.target)
+    return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
 
 
 def _origin(node: Node) -> str:

@@ -138,7 +138,7 @@ class PhaseRegions:
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         for reason, look in ((_CAUGHT, caught), (f"{_PART}: {COMMUNICATES}", communication)):
             if (where := look(gm)) is not None:
-                self.tell(Problem(reason, where))
+                self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python
         end, parts = end_of(gm), halves(gm)
         self.leads |= end is not None

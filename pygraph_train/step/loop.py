@@ -158,11 +158,12 @@ class Loop:
             self.over = False
             if compiled:
                 config = dataclasses.replace(config, compile=True)
-            self._taken.add(module)
             lent = None
             if replication.blocks:
                 lent = self._lent = self._lent or Lent(engine)
-            for part in replication.blocks or [module]:
+            blocks = [b for b in replication.blocks if not any(taken is b for taken in self._taken)]
+            for part in blocks if replication.blocks else [module]:
+                self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
                 call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
                 call.held = _HELD if self._chooser is not None and self._chooser.plain else 0

@@ -303,6 +303,12 @@ class Block(nn.Module):
         return x + self.dropout(self.outer(functional.gelu(self.inner(self.second(x)))))
 
 
+def transformer() -> nn.Sequential:
+    """For the same batches as `Net`."""
+    blocks = [Block(6) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (1, 6)), *blocks, nn.Flatten(), nn.Linear(6, 3))
+
+
 def blocks_by_hand(
     run: Run,
     rank: int,
@@ -375,8 +381,10 @@ def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: 
     fit(run, Logging(), max_epochs=2, logger=memory_logger()(), **data, **machine, **options)
 
 
-def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
+def a_lightning_trainer_by_hand(run: Run, rank: int, *, shard: bool = False) -> None:
     """The module itself can be called, too."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from .frameworks import fit, loader
     from .lightning_module import Module
 
@@ -384,6 +392,12 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
+            if shard:
+                self.net: Any = transformer()
+
+        def configure_model(self) -> None:
+            for module in (*self.net[2:4], self.net) if shard else ():
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             optimizer = self.optimizers()
@@ -396,7 +410,8 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
 
-    machine = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if shard else "ddp"
+    machine = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
     fit(run, ByHand(), loader(batches(32, seed=rank)), **machine)
 
 
@@ -411,8 +426,7 @@ def an_accelerator(
 
     model: Any = Net()
     if shard:
-        model = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (1, 6)), *[Block(6) for _ in range(2)])
-        model.extend([nn.Flatten(), nn.Linear(6, 3)])
+        model = transformer()
         wraps = {"transformer_cls_names_to_wrap": ["Block"], "auto_wrap_policy": "transformer_based_wrap"}
         with sharded_on_cpus():
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps)

@@ -142,6 +142,12 @@ def test_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+def test_blocks_of_shards_with_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.pytorch")
+    trained(ranks, "a_lightning_trainer_by_hand", options={"shard": True}, replays=12, updates=0)
+
+
+@pytest.mark.slow
 def test_a_lightning_trainer_that_accumulates_and_clips(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
