@@ -100,7 +100,7 @@ class _Shards(Replication):
 
 def _is_block(module: nn.Module, kind: type) -> bool:
     """Whether a module is sharded by itself, and no part of it is."""
-    return [m for m in module.modules() if isinstance(m, kind)] == [module] and "forward" not in vars(module)
+    return [m for m in module.modules() if isinstance(m, kind)] == [module]
 
 
 def replication_of(model: nn.Module) -> Replication:

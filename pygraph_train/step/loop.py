@@ -161,7 +161,8 @@ class Loop:
             lent = None
             if replication.blocks:
                 lent = self._lent = self._lent or Lent(engine)
-            blocks = [b for b in replication.blocks if not any(taken is b for taken in self._taken)]
+            # a forward that somebody has put in the place of the class's, we among them, stays
+            blocks = [b for b in replication.blocks if "forward" not in vars(b)]
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell

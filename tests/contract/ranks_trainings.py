@@ -317,6 +317,7 @@ def blocks_by_hand(
     bf16: bool = False,
     reshard: bool = True,
     frozen: bool = False,
+    mesh: tuple[int, ...] = (2,),
     trap: str = "",
     fails: str = "",
 ) -> None:
@@ -326,9 +327,9 @@ def blocks_by_hand(
     if frozen:
         blocks[1].inner.requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    mesh = distributed.init_device_mesh("cpu", (2,))
+    ranks = distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
     optimizer = adamw(model)
 

@@ -115,6 +115,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "accumulated in bf16": {"accumulate": 2, "bf16": True},
     "kept between forward and backward": {"reshard": False},
     "partly frozen": {"frozen": True},
+    "hybrid": {"mesh": (2, 1)},
     "another shape on one rank, and state is loaded": {"trap": "another shape"},
 }
 
