@@ -175,15 +175,10 @@ def communication(gm: GraphModule) -> str | None:
     Where they replay nothing, they would wait for each comparison and each capture. And Dynamo changes the gradient: of
     a sum over all processes that is made in place, the summand gets none.
     """
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
-    talks = (n for graph in graphs for n in graph.nodes if _COMMUNICATES.match(_origin(n)))
-    node = next(talks, None)
+    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in nodes)
+    node = next((n for n, name in names if _COMMUNICATES.match(name)), None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
-
-
-def _origin(node: Node) -> str:
-    """The module that an operation is from, or what it is called there."""
-    return str(getattr(node.target, "__module__", node.target)) if node.op == "call_function" else ""
 
 
 @functools.cache

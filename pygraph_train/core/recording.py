@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -110,6 +110,7 @@ class RecordedRegion:
         self.generation = 0
         self._autocast = autocast_now(region.device)
         self.region, self._engine = region, region.owner.engine
+        self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
         self._memory = free_memory(region.owner.engine)
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
@@ -120,11 +121,8 @@ class RecordedRegion:
         self._targets = [self._whole(i, self._static[i].data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
-        self._homes = {
-            k: self._lent_place(given[i], i, gradient=True)
-            for k, i in enumerate(self.leads)
-            if i in region.lent
-        }
+        lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
+        self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
         self.gives_up = len(region.asked) == 1 and not region.keeps
         self._backed = 0  # the generation whose backward was replayed last
@@ -138,18 +136,13 @@ class RecordedRegion:
             self.close()
             raise
 
-    def _lent_place(self, parameter: Tensor, position: int, *, gradient: bool = False) -> Tensor:
-        lent = self.region.owner.lent
-        assert lent is not None
-        return lent.place(position, parameter, gradient=gradient)
-
     def _static_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor):
             return value
         if position in self.region.fixed:
             static = value.detach()
         elif position in self.region.lent:
-            static = self._lent_place(value, position)
+            static = self._lent.place(position, value)
         else:
             place = torch.empty_like(span(value.detach()))
             static = place.as_strided(value.shape, value.stride(), 0)
@@ -184,8 +177,7 @@ class RecordedRegion:
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
         with self._memory.recording(self._engine):
             self._record_forward()
-            lent = self.region.owner.lent
-            with nullcontext() if lent is None else lent.backwards.recording(self._engine):
+            with self._lent.backwards.recording(self._engine) if self._lent else nullcontext():
                 for outputs in asked:
                     if outputs.issubset(self.differ):
                         self._backwards[outputs] = self._record_backward(outputs)

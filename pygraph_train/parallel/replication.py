@@ -98,11 +98,6 @@ class _Shards(Replication):
         )
 
 
-def _is_block(module: nn.Module, kind: type) -> bool:
-    """Whether a module is sharded by itself, and no part of it is."""
-    return [m for m in module.modules() if isinstance(m, kind)] == [module]
-
-
 def replication_of(model: nn.Module) -> Replication:
     """How this model is shared with other processes."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -110,7 +105,8 @@ def replication_of(model: nn.Module) -> Replication:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             return _Shards("FullyShardedDataParallel")
         if isinstance(module, fsdp.FSDPModule):
-            return _Shards("FSDP", [m for m in model.modules() if _is_block(m, fsdp.FSDPModule)])
+            sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+            return _Shards("FSDP", [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])])
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
 

@@ -23,7 +23,6 @@ from pygraph_train.torch_private.stock_dynamo import (
     call_impl,
     call_of,
     compiled_by_user,
-    forward_of,
     set_call_of,
     traces_of_others,
 )
@@ -85,20 +84,11 @@ class ModuleCall:
         **compile_options: Any,
     ) -> None:
         self._module, self._within = module, lent is not None
-        self._call = forward_of if self._within else call_impl
+        self._call = type(module).forward if self._within else call_impl
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
-        self.regions = PhaseRegions(
-            engine,
-            config,
-            lambda: tensors_of(known()),
-            tell,
-            boundary,
-            delivers=delivers,
-            lent=lent,
-            leads=True,
-            inference=True,
-        )
+        given = engine, config, lambda: tensors_of(known()), tell, boundary
+        self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
         self._compiled = CompiledModule(self.regions, within=self._within, **compile_options)
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0

@@ -32,7 +32,6 @@ __all__ = [
     "call_of",
     "compiled_by_user",
     "end_of",
-    "forward_of",
     "left_untraced",
     "looking",
     "set_call_of",
@@ -404,7 +403,7 @@ class CompiledModule(CompiledFunction):
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
-        within: whether its hooks stay outside: `forward_of` is called.
+        within: whether its hooks stay outside: only the forward of its class is called.
         backend, **options: see `CompiledFunction`.
     """
 
@@ -436,11 +435,6 @@ def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return module._call_impl(*args, **kwargs)
 
 
-def forward_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module's class, without hooks."""
-    return type(module).forward(module, *args, **kwargs)
-
-
 def _traced_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
@@ -449,11 +443,8 @@ _CALLS = "_compiled_call_impl", "forward"
 
 
 def call_of(module: torch.nn.Module, *, within: bool = False) -> Callable[..., Any] | None:
-    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11 to 2.15)
-
-    Args:
-        within: instead of the forward alone.
-    """
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it, or (`within`) of the
+    forward alone. (2.11 to 2.15)"""
     call: Callable[..., Any] | None = module.__dict__.get(_CALLS[within])
     return call
 
