@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py                  # one GPU for each process
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --engine off     # the same training without PyGraph
 
-Accelerate has FSDP2 on devices only. PyGraph has no graphs of sharded parameters: forward and backward run as they are
-written, and the report says so.
+Accelerate has FSDP2 on devices only. Forward and backward of each sharded layer are replayed. What exchanges parameters
+and gradients runs between the graphs.
 """
 
 from __future__ import annotations

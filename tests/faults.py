@@ -22,9 +22,17 @@ from pygraph_train.optimizers import preparation
 from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.putting_back import ScratchState
+from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.verification import Fingerprint, PlainRuns
 
-__all__ = ["FAULTS", "Plant", "nothing_compares_equal", "nothing_is_captured", "replays_are_wrong"]
+__all__ = [
+    "FAULTS",
+    "Plant",
+    "nothing_compares_equal",
+    "nothing_is_captured",
+    "replays_are_wrong",
+    "steps_fail",
+]
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -47,6 +55,15 @@ def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
     """Let every comparison of a replay with the step without a graph find a difference."""
     _constant(Fingerprint, "compare", "planted")(patch)
     _constant(PlainRuns, "refuse", "planted")(patch)
+
+
+def steps_fail(patch: pytest.MonkeyPatch) -> None:
+    """A fault of the library in each step, before anything has happened."""
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("a fault of the library")
+
+    patch.setattr(PhaseRunner, "begin", failing)
 
 
 def replays_are_wrong(patch: pytest.MonkeyPatch) -> None:

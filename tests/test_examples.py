@@ -131,7 +131,7 @@ def test_ddp_in_two_processes():
 @pytest.mark.slow
 def test_fsdp2_in_two_processes():
     output = in_two_processes("lightning_fsdp2.py", "--engine", "emulated")
-    assert replayed(output) >= 40
+    assert "no graph holds a part of a parameter" in " ".join(output.split())
     (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
     assert float(loss) < 6  # log(number of tokens) = 7.6 at the start
 
@@ -141,7 +141,7 @@ def test_fsdp2_with_accelerate():
     pytest.importorskip("accelerate")
     with pair_of_ranks() as ranks:
         output, _ = ranks.run("tests.ranks_accelerate:runs_example", timeout=100.0)
-    assert replayed(output, share=0.6) >= 25
+    assert replayed(output, share=0.6) >= 80
     (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
     assert float(loss) < 7
 

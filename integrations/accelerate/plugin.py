@@ -40,7 +40,7 @@ except ImportError as error:
 from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.parallel.replication import why_not_spread
+from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import tell_once
 from pygraph_train.report.loop_report import LoopReport
@@ -127,13 +127,9 @@ class PyGraph:
             accelerator.__class__ = graphed  # type: ignore[assignment]
         self._bind(accelerator)
         several = accelerator.num_processes > 1 and not accelerator.is_fsdp2
-        if several and accelerator._models:  # Accelerate does not keep the wrappers
-            self._the_loop().refuse(
-                "models that were prepared before attach() run without graphs in several processes",
-                "Call attach() before prepare()",
-            )
-        for model in () if several else accelerator._models:
-            arranged(functools.partial(self._take_model, model))
+        for model in accelerator._models:  # without their wrappers
+            replication = Replicas(model) if several else None
+            arranged(functools.partial(self._take_model, model, replication=replication))
         for optimizer in accelerator._optimizers:
             arranged(functools.partial(self._take_optimizer, optimizer))
         return self

@@ -20,6 +20,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.package import base_of, batches_left
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.replication import replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
@@ -60,10 +61,11 @@ class ManualOptimization:
         """Take over calls of the module's parts, and steps of the optimizers."""
         if not self._loop.active:
             return
+        replication = replication_of(self._wrapper)
         for module in called_parts(self._module, base_of(self._module) or nn.Module):
             # a wrapper calls the module itself, to run training_step
             if module is not self._module or self._wrapper is module:
-                self._loop.take_module(module, within=self._wrapper)
+                self._loop.take_module(module, replication=replication)
         # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
         self._logs = [
             (self._module, name, torch.compiler.disable(getattr(self._module, name)))

@@ -15,7 +15,7 @@ from transformers.training_args import ParallelMode
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
-from pygraph_train.parallel.replication import why_not_spread
+from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import show
@@ -111,12 +111,9 @@ class PyGraphTrainerCallback(TrainerCallback):
                 "Remove torch_compile=True, and pass compile=True to pygraph-train: graphs hold Inductor's kernels "
                 "then",
             )
-        elif args.world_size > 1:
-            loop.report.note(
-                "forward and backward run without graphs in several processes. PyGraphTrainer has graphs of them"
-            )
-        else:
-            loop.take_module(kwargs["model"])
+        else:  # callbacks get the model without its wrapper
+            replication = Replicas(kwargs["model"]) if args.world_size > 1 else None
+            loop.take_module(kwargs["model"], replication=replication)
         optimizer = kwargs["optimizer"]
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
         undo = route_step(optimizer, functools.partial(loop.step, graph))
@@ -172,4 +169,5 @@ def unsupported(args: Any) -> Problem | None:
     """Why nothing of this training can be graphed."""
     several = args.world_size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED
     over = "training on several devices" if several or args.n_gpu > 1 else None
+    over = "a parallelism_config" if getattr(args, "parallelism_config", None) is not None else over
     return why_not_spread("DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else over)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pygraph_train.graphs.engine import Engine
 
-__all__ = ["Memory", "forget_memory", "free_memory"]
+__all__ = ["Lent", "Memory", "forget_memory", "free_memory"]
 
 
 class Memory:
@@ -43,6 +46,30 @@ class Memory:
     def used(self, engine: Engine) -> AbstractContextManager[None]:
         """Around work without a graph that leaves no tensors of its own behind."""
         return nullcontext() if self.pool is None else engine.allocating_in(self.pool)
+
+
+class Lent:
+    """Memory for parameters that are gathered for each call of their module, and for their gradients.
+
+    They lie elsewhere each time, so replays copy them. Recordings of parts that look the same copy them to the same
+    places, and their backwards compute in the same memory: what they leave is taken before another one runs.
+
+    Args:
+        engine: of the recordings.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._places: dict[Any, Tensor] = {}
+        self.backwards = Memory()
+
+    def place(self, position: int, like: Tensor, *, gradient: bool = False) -> Tensor:
+        """Memory for the parameter at this position of a part, or for its gradient."""
+        key = position, gradient, like.shape, like.stride(), like.dtype
+        if key not in self._places:
+            with self._engine.lasting_memory():
+                self._places[key] = torch.empty_like(like, requires_grad=False)
+        return self._places[key].detach()
 
 
 _memories: weakref.WeakKeyDictionary[Engine, list[Memory]] = weakref.WeakKeyDictionary()

@@ -183,6 +183,7 @@ class _Replay(torch.autograd.Function):
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
         ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
+        ctx.lent = [given[i] for i in slot.lent]
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
         return tuple(made[i] for i in slot.differ)
@@ -216,6 +217,7 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     keeps = backward_keeps_graph()
     if (backward := slot.backward_of(seeds, keeps=keeps)) is not None:
         delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
+    slot.reload(ctx.lent)
     found = slot.replay_backward(backward, seeds)
     if not keeps:
         ctx.token = None

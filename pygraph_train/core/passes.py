@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from pygraph_train.problems import frames_in, is_user_file
+from pygraph_train.problems import frames_in, is_user_file, user_line_in
 from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argument, written_arguments
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
 from pygraph_train.trees import map_leaves
 
-__all__ = ["caught", "halves", "prepared", "runner", "written_inputs"]
+__all__ = ["COMMUNICATES", "caught", "communication", "halves", "prepared", "runner", "written_inputs"]
 
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
@@ -31,6 +31,10 @@ _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tenso
 
 _WAIT = {"bincount", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere"}
 """What makes the host wait for the size of a result."""
+
+_COMMUNICATES = re.compile(r"torch\.(distributed|_ops\._?c10d)|_?c10d")
+
+COMMUNICATES = "other processes take part in an operation of it"
 
 _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
@@ -165,6 +169,18 @@ def _may_catch(file: str, line: int) -> bool:
     return True
 
 
+def communication(gm: GraphModule) -> str | None:
+    """`file:line` of an operation in which other processes take part, "" if no line of the user's, None without one.
+
+    Where they replay nothing, they would wait for each comparison and each capture. And Dynamo changes the gradient: of
+    a sum over all processes that is made in place, the summand gets none.
+    """
+    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in nodes)
+    node = next((n for n, name in names if _COMMUNICATES.match(name)), None)
+    return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
+
+
 @functools.cache
 def _lines_in_try(file: str) -> set[int]:
     """Lines where what operations raise is caught by the function that they are in."""
@@ -244,6 +260,8 @@ def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
 
     AOTAutograd (not `eager`) knows the operators as they are.
     """
+    if communication(gm) is not None:
+        return gm, COMMUNICATES
     changed = _read_random_numbers(gm)
     for node in gm.graph.nodes:
         target = node.target

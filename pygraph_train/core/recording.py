@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ class RecordedRegion:
 
     Attributes:
         leads: positions of inputs that get gradients.
+        lent: see `PhaseRegion`.
         differ: positions of outputs that require gradients.
         region: whose graph it is.
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
@@ -108,15 +110,19 @@ class RecordedRegion:
         self.generation = 0
         self._autocast = autocast_now(region.device)
         self.region, self._engine = region, region.owner.engine
+        self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
         self._memory = free_memory(region.owner.engine)
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
-        self._static = [self._static_of(t, i in region.fixed) for i, t in enumerate(given)]
+        self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(self._static[i])]
+        self.lent = sorted(region.lent)
         # without a version: autograd must not take a new batch for a change of what it has saved
         self._targets = [self._whole(i, self._static[i].data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
+        lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
+        self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
         self.gives_up = len(region.asked) == 1 and not region.keeps
         self._backed = 0  # the generation whose backward was replayed last
@@ -130,12 +136,13 @@ class RecordedRegion:
             self.close()
             raise
 
-    @staticmethod
-    def _static_of(value: Any, fixed: bool) -> Any:
+    def _static_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if fixed:
+        if position in self.region.fixed:
             static = value.detach()
+        elif position in self.region.lent:
+            static = self._lent.place(position, value)
         else:
             place = torch.empty_like(span(value.detach()))
             static = place.as_strided(value.shape, value.stride(), 0)
@@ -170,9 +177,10 @@ class RecordedRegion:
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
         with self._memory.recording(self._engine):
             self._record_forward()
-            for outputs in asked:
-                if outputs.issubset(self.differ):
-                    self._backwards[outputs] = self._record_backward(outputs)
+            with self._lent.backwards.recording(self._engine) if self._lent else nullcontext():
+                for outputs in asked:
+                    if outputs.issubset(self.differ):
+                        self._backwards[outputs] = self._record_backward(outputs)
 
     def _record_forward(self) -> None:
         engine = self._engine
@@ -220,7 +228,11 @@ class RecordedRegion:
         try:
             with self.region.as_in_backwards():
                 torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
-            return self.region.owner.placed(self._keys, [lead.grad for lead in leads])
+            found = self.region.owner.placed(self._keys, [lead.grad for lead in leads])
+            for k, home in self._homes.items():
+                if (gradient := found[k]) is not None:
+                    found[k] = home.copy_(gradient)
+            return found
         finally:
             self._activations.given_up = False
             for lead in leads:
@@ -232,6 +244,11 @@ class RecordedRegion:
 
     def _whole(self, position: int, tensor: Tensor) -> Tensor:
         return span(tensor) if position in self._overlap else tensor
+
+    def reload(self, parameters: Sequence[Tensor]) -> None:
+        """Copy the parameters that are lent, before a backward: other parts were called since the forward. Hot path."""
+        if parameters:
+            copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
     def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
         """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""

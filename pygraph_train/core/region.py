@@ -19,10 +19,18 @@ from torch.fx import GraphModule, Node
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import forget_memory, free_memory
+from pygraph_train.core.memory import Lent, forget_memory, free_memory
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
+from pygraph_train.core.passes import (
+    COMMUNICATES,
+    caught,
+    communication,
+    halves,
+    prepared,
+    runner,
+    written_inputs,
+)
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
@@ -86,6 +94,7 @@ class PhaseRegions:
         boundary: around each call of a region.
         delivers: whether gradients of parameters are put in place at the end of a backward. Otherwise autograd
             accumulates them, which somebody listens to.
+        lent: memory for parameters that are gathered for each call; None where they stay where they are.
         leads: whether autograd leads to parameters whose gradients are delivered, as a loop needs that differentiates
             by itself, or code behind a graph break.
         inference: whether calls that nothing is differentiated through have graphs.
@@ -109,12 +118,13 @@ class PhaseRegions:
         boundary: Boundary,
         *,
         delivers: bool = True,
+        lent: Lent | None = None,
         leads: bool = False,
         inference: bool = False,
     ) -> None:
         self.engine, self.config, self.boundary = engine, config, boundary
         self.tensors, self.tell = tensors, tell
-        self.delivers, self.leads, self.inference = delivers, leads, inference
+        self.delivers, self.leads, self.inference, self.lent = delivers, leads, inference, lent
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
         self.seconds, self.sizes = 0.0, ""
@@ -126,9 +136,10 @@ class PhaseRegions:
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        if (where := caught(gm)) is not None:
-            self.tell(Problem(_CAUGHT, where))
-            raise Unrecordable(_CAUGHT)  # Dynamo leaves the function to Python
+        for reason, look in ((_CAUGHT, caught), (f"{_PART}: {COMMUNICATES}", communication)):
+            if (where := look(gm)) is not None:
+                self.tell(Problem(reason, where or None))
+                raise Unrecordable(reason)  # Dynamo leaves the function to Python
         end, parts = end_of(gm), halves(gm)
         self.leads |= end is not None
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
@@ -253,6 +264,7 @@ class PhaseRegion:
     Attributes:
         run: the graph as it is.
         fixed: positions of inputs that stay: parameters and buffers.
+        lent: positions of parameters that are gathered for each call.
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
         keeps: whether a backward was called with retain_graph=True.
@@ -291,6 +303,7 @@ class PhaseRegion:
     def _begin(self) -> None:
         """It was never called."""
         self.fixed: set[int] = set()
+        self.lent: set[int] = set()
         self.written = set(self._writes)
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
@@ -532,6 +545,8 @@ class PhaseRegion:
             for i, t in tensors
             if (isinstance(t, nn.Parameter) or is_static(t) or id(t) in trained) and i not in self._demoted
         }
+        self.lent = {i for i, t in tensors if isinstance(t, nn.Parameter)} if self.owner.lent else set()
+        self.fixed -= self.lent
         self._positions = sorted(self.fixed)
         self._known = self._identity(given)
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
@@ -664,7 +679,8 @@ class PhaseRegion:
         return Fingerprint.of(torch.zeros((), device=device), tensors)
 
 
-_CAUGHT = "a part of the step runs without a graph: the step catches exceptions of its operations"
+_PART = "a part of the step runs without a graph"
+_CAUGHT = f"{_PART}: the step catches exceptions of its operations"
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
 )

@@ -32,7 +32,6 @@ from pygraph_train.torch_private.dispatch import (
     no_torch_function,
     writes_arguments,
 )
-from pygraph_train.torch_private.distributed import waited_for
 from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
@@ -55,7 +54,7 @@ _HOST_READS = {
 _aten = torch.ops.aten
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of operators that talk to other processes, or wait for one that does."""
+"""Namespaces of operators that talk to other processes."""
 
 
 def is_capturing() -> bool:
@@ -254,8 +253,6 @@ class _Operation:
 
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
-        if self.func.namespace in _COLLECTIVES:
-            returned = waited_for(returned)
         tensors = list(tensors_of(returned))
         for position, recorded in self.results:
             new = tensors[position]
@@ -304,8 +301,7 @@ class _Tape(TorchDispatchMode):
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
             recorded_args, recorded_kwargs = aliases(args), aliases(kwargs)
-            talks = func.namespace in _COLLECTIVES
-            returned = self._collective(func, args, kwargs) if talks else func(*args, **kwargs)
+            returned = func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
             return returned
@@ -349,6 +345,8 @@ class _Tape(TorchDispatchMode):
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(func, OpOverload):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
+        if func.namespace in _COLLECTIVES:
+            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
         elif torch.Tag.data_dependent_output in func.tags:
@@ -356,15 +354,6 @@ class _Tape(TorchDispatchMode):
         if _shape_depends_on_values(func, args, kwargs):
             raise self.refuse(f"{func} has an output or a workspace whose shape depends on tensor values")
         self.check_random_state()
-
-    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Running one for real has an effect on other processes that no one can undo."""
-        name = func.overloadpacket.__name__
-        if name in ("wait_tensor", "_wrap_tensor_autograd"):
-            return func(*args, **kwargs)
-        if name != "all_reduce":
-            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
-        return args[0].clone()
 
     def _check_memory(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:

@@ -7,7 +7,7 @@ it gives to other processes before a forward are inputs of that forward's graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,12 +26,14 @@ class Replication:
     Attributes:
         name: what torch calls the wrapper, "" for one process.
         shared: whether other processes train the same model.
-        problem: why no step of this model has graphs, None where it may have some.
+        problem: why no step of this model has graphs as a whole, None where it may have some.
+        blocks: modules whose parameters are gathered for each of their calls. These may have graphs nevertheless.
     """
 
     name: str = ""
     shared: bool = False
     problem: Problem | None = None
+    blocks: Sequence[nn.Module] = ()
 
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
@@ -54,14 +56,14 @@ class Replicas(Replication):
     """A model in DistributedDataParallel: each process has a copy of it, and gradients are averaged.
 
     Args:
-        wrapper: of the model.
+        wrapper: of the model; where only a framework has that, the model, for `problem` alone.
     """
 
     name = "DistributedDataParallel"
     shared = True
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = wrapper
+    def __init__(self, wrapper: nn.Module) -> None:
+        self._wrapper: Any = wrapper
         if any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()):
             self.problem = Problem("SyncBatchNorm exchanges statistics in the middle of forward and backward")
 
@@ -89,8 +91,8 @@ class _Shards(Replication):
 
     shared = True
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, blocks: Sequence[nn.Module] = ()) -> None:
+        self.name, self.blocks = name, blocks
         self.problem = Problem(
             f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter"
         )
@@ -103,7 +105,8 @@ def replication_of(model: nn.Module) -> Replication:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             return _Shards("FullyShardedDataParallel")
         if isinstance(module, fsdp.FSDPModule):
-            return _Shards("FSDP")
+            sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+            return _Shards("FSDP", [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])])
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
 

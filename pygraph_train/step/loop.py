@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel.replication import replication_of
+from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
@@ -88,6 +89,7 @@ class Loop:
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
         self._engine: Engine | None = None
         self._chooser: Chooser | None = None
+        self._lent: Lent | None = None
         self._steps = self._silent = 0
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
@@ -123,7 +125,7 @@ class Loop:
         self,
         module: nn.Module,
         *,
-        within: nn.Module | None = None,
+        replication: Replication | None = None,
         compiled: bool = False,
         **compile_options: Any,
     ) -> None:
@@ -131,24 +133,23 @@ class Loop:
 
         Args:
             module: whose calls are taken over.
-            within: what holds it, if that is a wrapper for several processes.
+            replication: how processes share it, where a wrapper that holds it decides that.
             compiled: whether Inductor's kernels were asked for.
             **compile_options: further arguments of `torch.compile`.
         """
-        arranged(
-            lambda: self._take_module(module, within or module, compiled, compile_options), self.report.failed
-        )
+        given = module, replication, compiled, compile_options
+        arranged(lambda: self._take_module(*given), self.report.failed)
 
     def _take_module(
-        self, module: nn.Module, wrapper: nn.Module, compiled: bool, options: dict[str, Any]
+        self, module: nn.Module, replication: Replication | None, compiled: bool, options: dict[str, Any]
     ) -> None:
         engine, config = self._engine, self.config
+        replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
-        replication = replication_of(wrapper)
-        problem = replication.problem or compiled_part(module)
+        problem = (None if replication.blocks else replication.problem) or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
@@ -157,11 +158,17 @@ class Loop:
             self.over = False
             if compiled:
                 config = dataclasses.replace(config, compile=True)
-            self._taken.add(module)
-            given = module, engine, config, self.boundary, self._tell
-            call = ModuleCall(*given, delivers=not replication.shared, **options)
-            call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
-            self._calls.add(call)
+            lent = None
+            if replication.blocks:
+                lent = self._lent = self._lent or Lent(engine)
+            # a forward that somebody has put in the place of the class's, we among them, stays
+            blocks = [b for b in replication.blocks if "forward" not in vars(b)]
+            for part in blocks if replication.blocks else [module]:
+                self._taken.add(part)
+                given = part, engine, config, self.boundary, self._tell
+                call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
+                call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
+                self._calls.add(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None

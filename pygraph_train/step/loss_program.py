@@ -176,7 +176,7 @@ class LossSteps(NotCopied):
     def _make_plainly(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool, counts: bool = True
     ) -> Any:
-        """Make one step that has no graph, where one process trains: what the user's own loop would do. Hot path."""
+        """Make one step that has no graph: what the user's own loop would do. Hot path."""
         program = self._program
         if counts:
             try:  # as `quietly`, which is called
@@ -187,6 +187,12 @@ class LossSteps(NotCopied):
             except Exception as error:
                 not_needed(error)
         optimizer = program.optimizer
+        if (replication := program.replication).shared:  # the others wait for gradients, or do not
+            sync = replication.exchanges(update=update)
+            position = PositionInAccumulation(not self._pending, update and optimizer is not None, (), sync)
+            result = program.run(plain_call, args, kwargs, position, plain_update)
+            self._pending = not position.update
+            return result
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
         if program.nothing_but_steps:

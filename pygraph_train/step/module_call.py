@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, quietly
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.memory import Lent
 from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
@@ -58,6 +59,7 @@ class ModuleCall:
         boundary: of the loop.
         tell: called with each reason against a graph.
         delivers: see `PhaseRegions`.
+        lent: see `PhaseRegions`. Its hooks, which gather the parameters, stay outside of graphs.
         **compile_options: further arguments of `torch.compile`.
 
     Attributes:
@@ -78,36 +80,30 @@ class ModuleCall:
         tell: Callable[[Problem], object],
         *,
         delivers: bool = True,
+        lent: Lent | None = None,
         **compile_options: Any,
     ) -> None:
-        self._module = module
+        self._module, self._within = module, lent is not None
+        self._call = type(module).forward if self._within else call_impl
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
-        self.regions = PhaseRegions(
-            engine,
-            config,
-            lambda: tensors_of(known()),
-            tell,
-            boundary,
-            delivers=delivers,
-            leads=True,
-            inference=True,
-        )
-        self._compiled = CompiledModule(self.regions, **compile_options)
+        given = engine, config, lambda: tensors_of(known()), tell, boundary
+        self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
+        self._compiled = CompiledModule(self.regions, within=self._within, **compile_options)
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
         self.spent: list[float] = []
-        set_call_of(module, self)
+        set_call_of(module, self, within=self._within)
         weakref.finalize(self, self.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return call_impl(self._module, *args, **kwargs)
+            return self._call(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
             began = time.perf_counter()
-            made = call_impl(self._module, *args, **kwargs)
+            made = self._call(self._module, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
             return made
         return self._boundary.make(self._make, self._plainly, args, kwargs)
@@ -143,7 +139,7 @@ class ModuleCall:
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1
         executes(FORWARD)
-        return call_impl(self._module, *args, **kwargs)
+        return self._call(self._module, *args, **kwargs)
 
     def settle(self, settled: bool) -> None:
         """See `CompiledFunction.settled`. Hot path."""
@@ -162,8 +158,8 @@ class ModuleCall:
     def remove(self) -> None:
         """Release all graphs, and give the module back as it was."""
         quietly(self.regions.close)
-        if call_of(self._module) is self:
-            set_call_of(self._module, None)
+        if call_of(self._module, within=self._within) is self:
+            set_call_of(self._module, None, within=self._within)
 
 
 def tensors_of(module: nn.Module | None) -> list[Tensor]:

@@ -1,23 +1,13 @@
-"""Private APIs of torch.distributed: results of collectives, and the reducer of DistributedDataParallel."""
+"""Private APIs of torch.distributed: the reducer of DistributedDataParallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.torch_private.names import private
-
-__all__ = [
-    "around_forward",
-    "waited_for",
-]
-
-
-waited_for: Callable[[Tensor], Tensor] = private("torch.ops._c10d_functional.wait_tensor")
-"""The result of a functional collective when it is there. (2.11, 2.13)"""
+__all__ = ["around_forward"]
 
 
 @contextmanager

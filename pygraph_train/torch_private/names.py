@@ -216,11 +216,6 @@ NAMES = (
         cuda=True,
     ),
     Names(
-        "collectives on the emulated engine",
-        "such steps run as you wrote them",
-        "torch.ops: _c10d_functional.wait_tensor",
-    ),
-    Names(
         "lists that grow from step to step",
         GROWING,
         """

@@ -403,6 +403,7 @@ class CompiledModule(CompiledFunction):
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
+        within: whether its hooks stay outside: only the forward of its class is called.
         backend, **options: see `CompiledFunction`.
     """
 
@@ -417,8 +418,8 @@ class CompiledModule(CompiledFunction):
         finally:
             DistributedDataParallel._active_ddp_module = wrapper
 
-    def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
-        super().__init__(_traced_call, backend, **options)
+    def __init__(self, backend: Callable[..., Any], *, within: bool = False, **options: Any) -> None:
+        super().__init__(_traced_forward if within else _traced_call, backend, **options)
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, fn.__code__).atexit = False
@@ -434,17 +435,26 @@ def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return module._call_impl(*args, **kwargs)
 
 
-def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11 to 2.15)"""
-    return module._compiled_call_impl
+def _traced_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
-def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Have calls of `module` run `call`; None undoes it. (2.11 to 2.15)"""
+_CALLS = "_compiled_call_impl", "forward"
+
+
+def call_of(module: torch.nn.Module, *, within: bool = False) -> Callable[..., Any] | None:
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it, or (`within`) of the
+    forward alone. (2.11 to 2.15)"""
+    call: Callable[..., Any] | None = module.__dict__.get(_CALLS[within])
+    return call
+
+
+def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None, *, within: bool = False) -> None:
+    """Have calls of `module` run `call`; None undoes it. See `call_of`. (2.11 to 2.15)"""
     if call is None:
-        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
+        module.__dict__.pop(_CALLS[within], None)  # the class has another
     else:
-        module.__dict__["_compiled_call_impl"] = call
+        module.__dict__[_CALLS[within]] = call
 
 
 def compiled_by_user(module: torch.nn.Module) -> bool:

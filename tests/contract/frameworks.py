@@ -16,6 +16,7 @@ __all__ = [
     "ACCELERATOR",
     "Listed",
     "accelerator",
+    "attach_to",
     "bert",
     "fabric",
     "fit",
@@ -190,18 +191,26 @@ def forget_accelerators() -> None:
     GradientState._reset_state()
 
 
-def accelerator(run: Run, **options: Any) -> Any:
-    """Accelerate's class, or ours with the plugin."""
+def accelerator(run: Run, *, attach: bool = False, **options: Any) -> Any:
+    """Accelerate's class, or ours with the plugin; with `attach` it gets that from `attach_to` later."""
     import accelerate
 
     from pygraph_train import Accelerator, PyGraph
 
     forget_accelerators()
-    if not run.ours:
+    if not run.ours or attach:
         return accelerate.Accelerator(cpu=DEVICE == "cpu", **options)
     made = Accelerator(cpu=DEVICE == "cpu", plugins=[PyGraph(run.config)], **options)
     run.reports(made.pygraph.report)
     return made
+
+
+def attach_to(run: Run, accelerator: Any) -> None:
+    """Attach the plugin in the run with the library."""
+    from pygraph_train import PyGraph
+
+    if run.ours:
+        run.reports(PyGraph(run.config).attach(accelerator).report)
 
 
 def graphed_step(run: Run, accelerator: Any, step_fn: Any) -> Any:

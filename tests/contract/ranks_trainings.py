@@ -6,6 +6,8 @@ import copy
 import importlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.faults import nothing_compares_equal, nothing_is_captured
+from tests.faults import nothing_compares_equal, nothing_is_captured, steps_fail
 
 from .compare import Run, compare
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
@@ -32,6 +35,8 @@ def trained(
     """Compare the training of that name on this rank: see `compare`."""
     if "lightning" in training:  # importing it inside of a run would draw random numbers there
         importlib.import_module("tests.contract.lightning_module")
+    if "fabric" in training:
+        importlib.import_module("lightning.fabric")
     with tempfile.TemporaryDirectory() as folder:
         given = {"folder": Path(folder), **expected}
         return compare(lambda run: globals()[training](run, rank, **(options or {})), **given)
@@ -93,6 +98,28 @@ def halved(state: None, bucket: Any) -> Any:
 halved.__annotations__.clear()  # torch refuses texts
 
 
+def a_model_that_communicates(run: Run, rank: int) -> None:
+    """A mean of all ranks, in place; its gradient goes to the mean of this one. The ranks have other shapes."""
+
+    class Talking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.net(x)
+            mean = made.mean()
+            distributed.all_reduce(mean)
+            return made * (1 + 0.01 * mean)
+
+    model = DistributedDataParallel(Talking())
+    torch.manual_seed(rank)
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, (x, y) in enumerate(batches(32, seed=rank)):
+        rows = 4 if rank == 1 and number % 7 == 3 else 8
+        step((x[:rows], y[:rows]))
+
+
 def another_shape_on_one_rank(run: Run, rank: int) -> None:
     model, data = replicated(run, rank)
     step = run.step(loss_of(model), model=model, optimizer=adamw(model))
@@ -140,13 +167,21 @@ FAILS = {
     "no memory for captures": no_memory,
     "comparisons fail": nothing_compares_equal,
     "graphs are off": graphs_are_off,
+    "steps fail": steps_fail,
 }
 
 
-def a_loop_that_fails_on_one_rank(run: Run, rank: int, *, how: str, accumulate: int = 1, shard: bool) -> None:
+@contextmanager
+def failing(run: Run, rank: int, how: str) -> Iterator[None]:
+    """What makes the library fail on one rank; "" for nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        if run.ours and rank == 1:
+        if run.ours and rank == 1 and how:
             FAILS[how](patch)
+        yield
+
+
+def a_loop_that_fails_on_one_rank(run: Run, rank: int, *, how: str, accumulate: int = 1, shard: bool) -> None:
+    with failing(run, rank, how):
         (shards if shard else replicas)(run, rank, accumulate=accumulate)
 
 
@@ -252,6 +287,76 @@ def shards(
     run.note("seen", seen)
 
 
+class Block(nn.Module):
+    """Of a transformer, for batches of sentences."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, dropout=0.1)
+        self.inner, self.outer = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.dropout(self.outer(functional.gelu(self.inner(self.second(x)))))
+
+
+def transformer() -> nn.Sequential:
+    """For the same batches as `Net`."""
+    blocks = [Block(6) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (1, 6)), *blocks, nn.Flatten(), nn.Linear(6, 3))
+
+
+def blocks_by_hand(
+    run: Run,
+    rank: int,
+    *,
+    accumulate: int = 1,
+    bf16: bool = False,
+    reshard: bool = True,
+    frozen: bool = False,
+    mesh: tuple[int, ...] = (2,),
+    trap: str = "",
+    fails: str = "",
+) -> None:
+    """A transformer whose blocks are sharded with FSDP2; the step makes backward and update itself."""
+    blocks = [Block(6) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 3))
+    if frozen:
+        blocks[1].inner.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+    ranks = distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
+    for module in (*blocks, model):
+        fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
+    torch.manual_seed(rank)
+    optimizer = adamw(model)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        model.set_requires_gradient_sync(update)
+        loss = cross_entropy(model(x[:, None].expand(-1, 4, -1)).mean(1).float(), y)
+        loss.backward()
+        if update:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    with failing(run, rank, fails):
+        step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+        for number, (x, y) in enumerate(batches(32, seed=rank)):
+            rows = 4 if trap and rank == 1 and number % 7 == 3 else 8
+            update = (number + 1) % accumulate == 0
+            if trap and number == 20:
+                model.load_state_dict(model.state_dict())
+            step(x[:rows], y[:rows])
+            if number % 10 == 9:
+                with torch.no_grad():
+                    run.note("evaluation", model.eval()(x))
+                model.train()
+
+
 def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: Any) -> None:
     """Logged values are reduced over the ranks."""
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -277,8 +382,10 @@ def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: 
     fit(run, Logging(), max_epochs=2, logger=memory_logger()(), **data, **machine, **options)
 
 
-def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
+def a_lightning_trainer_by_hand(run: Run, rank: int, *, shard: bool = False) -> None:
     """The module itself can be called, too."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from .frameworks import fit, loader
     from .lightning_module import Module
 
@@ -286,6 +393,12 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
+            if shard:
+                self.net: Any = transformer()
+
+        def configure_model(self) -> None:
+            for module in (*self.net[2:4], self.net) if shard else ():
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             optimizer = self.optimizers()
@@ -298,16 +411,32 @@ def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
 
-    machine = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if shard else "ddp"
+    machine = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
     fit(run, ByHand(), loader(batches(32, seed=rank)), **machine)
 
 
-def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:
-    from .frameworks import accelerator, graphed_step, loader
+def an_accelerator(
+    run: Run, rank: int, *, whole: bool = False, attach: bool = False, shard: bool = False
+) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
-    accelerate = accelerator(run)
-    model = Net()
+    from tests.ranks_accelerate import sharded_on_cpus
+
+    from .frameworks import accelerator, attach_to, graphed_step, loader
+
+    model: Any = Net()
+    if shard:
+        model = transformer()
+        wraps = {"transformer_cls_names_to_wrap": ["Block"], "auto_wrap_policy": "transformer_based_wrap"}
+        with sharded_on_cpus():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps)
+            accelerate = accelerator(run, attach=attach, fsdp_plugin=plugin)
+    else:
+        accelerate = accelerator(run, attach=attach)
     model, optimizer = accelerate.prepare(model, adamw(model))
+    if attach:
+        attach_to(run, accelerate)
     run.watch(model, optimizer)
     torch.manual_seed(rank)
 
@@ -324,7 +453,47 @@ def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:
         made(*batch)
 
 
-def a_trainer_of_transformers(run: Run, rank: int, *, way: str) -> None:
+def a_fabric(run: Run, rank: int, *, how: str, accumulate: int = 1, fails: str = "", **options: Any) -> None:
+    """A stock loop around the model or a method of it, or a whole step."""
+    from lightning.fabric.strategies import DDPStrategy
+
+    from .frameworks import fabric
+
+    class Learner(Net):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return cross_entropy(self(x), y)
+
+    with failing(run, rank, fails):
+        made = fabric(run, strategy=DDPStrategy(), devices=2, **options)
+        model, optimizer = made.setup(net := Learner(), adamw(net))
+        model.mark_forward_method("loss")
+        run.watch(model, optimizer)
+        torch.manual_seed(rank)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return model.loss(x, y) if how == "method" else cross_entropy(model(x), y)
+
+        clip = {"max_norm": 0.5, "error_if_nonfinite": False}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if number % accumulate == 0:
+                optimizer.zero_grad()
+            made.backward(loss := loss_fn(x, y))
+            if update:
+                made.clip_gradients(model, optimizer, **clip)
+                optimizer.step()
+            return loss
+
+        if how == "whole" and run.ours:
+            step = made.pygraph.graphed_step(loss_fn, model=model, optimizer=optimizer, **clip)
+        for number, batch in enumerate(batches(40, seed=rank)):
+            update = (number + 1) % accumulate == 0
+            with made.no_backward_sync(model, enabled=not update):
+                run.note("loss", step(*batch))
+            run.snapshot(f"after {number}")
+
+
+def a_trainer_of_transformers(run: Run, rank: int, *, way: str, **options: Any) -> None:
     from .frameworks import sentences, trainer
 
-    trainer(run, way, data=sentences(160), ddp_find_unused_parameters=False)
+    trainer(run, way, data=sentences(320), ddp_find_unused_parameters=False, **options)

@@ -50,6 +50,10 @@ def test_unused_parameters_are_looked_for(ranks: Ranks) -> None:
     trained(ranks, "replicas", options={"find_unused_parameters": True}, refused="DDP reads on the host")
 
 
+def test_a_model_that_communicates(ranks: Ranks) -> None:
+    trained(ranks, "a_model_that_communicates", replays=12)
+
+
 def test_gradients_that_are_not_reduced_are_noticed(ranks: Ranks) -> None:
     ranks.run("tests.contract.ranks_trainings:differs_without_reduction")
 
@@ -85,8 +89,8 @@ def test_one_rank_trains_without_graphs(ranks: Ranks, how: str, shard: bool) -> 
     trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
 
 
-@pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail"])
-@pytest.mark.slow
+@pytest.mark.parametrize("how", ["steps fail", "no memory for captures", "comparisons fail"])
+@pytest.mark.slow_after(1)
 def test_one_rank_trains_without_graphs_between_updates(ranks: Ranks, how: str) -> None:
     options = {"how": how, "shard": False, "accumulate": 2}
     trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
@@ -106,6 +110,28 @@ def test_shards(ranks: Ranks, name: str) -> None:
     trained(ranks, "shards", options=SHARDS[name], refused="no graph holds a part of a parameter")
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "accumulated in bf16": {"accumulate": 2, "bf16": True},
+    "kept between forward and backward": {"reshard": False},
+    "partly frozen": {"frozen": True},
+    "hybrid": {"mesh": (2, 1)},
+    "another shape on one rank, and state is loaded": {"trap": "another shape"},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.slow_after(2)
+def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
+    trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=0)
+
+
+@pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
+@pytest.mark.slow_after(1)
+def test_blocks_of_shards_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: str) -> None:
+    trained(ranks, "blocks_by_hand", options={"fails": fails}, refused="one rank cannot replay")
+
+
 def test_a_lightning_trainer(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     trained(ranks, "a_lightning_trainer", replays=12)
@@ -114,6 +140,12 @@ def test_a_lightning_trainer(ranks: Ranks) -> None:
 def test_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     trained(ranks, "a_lightning_trainer_by_hand", replays=12)
+
+
+@pytest.mark.slow
+def test_blocks_of_shards_with_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.pytorch")
+    trained(ranks, "a_lightning_trainer_by_hand", options={"shard": True}, replays=12, updates=0)
 
 
 @pytest.mark.slow
@@ -134,15 +166,45 @@ def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
     trained(ranks, "an_accelerator", options={"whole": True}, replays=10)
 
 
-@pytest.mark.slow
-def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.slow_after(1)
+def test_a_stock_loop_of_accelerate(ranks: Ranks, attach: bool) -> None:
     pytest.importorskip("accelerate")
-    trained(ranks, "an_accelerator", options={"whole": False}, replays=12)
+    trained(ranks, "an_accelerator", options={"attach": attach}, replays=12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("how", ["stock", "whole", "method"])
+@pytest.mark.quick
+def test_a_fabric(ranks: Ranks, how: str, accumulate: int) -> None:
+    pytest.importorskip("lightning.fabric")
+    updates = 12 if accumulate == 1 else 1
+    trained(ranks, "a_fabric", options={"how": how, "accumulate": accumulate}, replays=12, updates=updates)
+
+
+@pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
+@pytest.mark.parametrize("how", ["stock", "whole"])
+@pytest.mark.quick
+def test_a_fabric_one_rank_of_which_has_no_graphs(ranks: Ranks, how: str, fails: str) -> None:
+    pytest.importorskip("lightning.fabric")
+    options = {"how": how, "fails": fails, "accumulate": 2}
+    trained(ranks, "a_fabric", options=options, refused="one rank cannot replay")
+
+
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.slow_after(1)
+def test_blocks_of_shards_with_accelerate(ranks: Ranks, attach: bool) -> None:
+    pytest.importorskip("accelerate")
+    options = {"shard": True, "attach": attach}
+    trained(ranks, "an_accelerator", options=options, replays=12, updates=0)
 
 
 @pytest.mark.parametrize("way", ["trainer", "callback"])
-@pytest.mark.slow_after(1)
-def test_a_trainer_of_transformers(ranks: Ranks, way: str) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick
+def test_a_trainer_of_transformers(ranks: Ranks, way: str, accumulate: int) -> None:
     pytest.importorskip("transformers")
-    expected: dict[str, Any] = {"replays": 8} if way == "trainer" else {"refused": "DDP calls the model"}
-    trained(ranks, "a_trainer_of_transformers", options={"way": way}, **expected)
+    options = {"way": way, "gradient_accumulation_steps": accumulate}
+    trained(
+        ranks, "a_trainer_of_transformers", options=options, replays=12, updates=12 if accumulate == 1 else 1
+    )
