@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import around_forward
+from pygraph_train.torch_private.memory import local_tensor
 
 __all__ = ["Replicas", "Replication", "replication_of", "why_not_spread"]
 
@@ -107,6 +108,8 @@ def replication_of(model: nn.Module) -> Replication:
         if isinstance(module, fsdp.FSDPModule):
             sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
             return _Shards("FSDP", [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])])
+    if any(local_tensor(p) is not p for p in model.parameters()):
+        return _Shards("tensor parallelism")
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
 

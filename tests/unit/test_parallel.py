@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pygraph_train.parallel.replication import why_not_spread
+from pygraph_train.parallel.replication import replication_of, why_not_spread
 
 
 def reason(problem: Any) -> str | None:
@@ -52,6 +53,24 @@ def test_transformers_says_how_it_spreads_a_training() -> None:
         assert why(**told) == "training on several devices is not supported yet: its steps run without graphs"
     assert why(deepspeed="config.json") == "DeepSpeed is not supported yet: its steps run without graphs"
     assert why(fsdp=["full_shard"]) == "FSDP is not supported yet: its steps run without graphs"
+
+
+def test_parameters_that_are_spread_over_a_mesh_have_no_graphs(tmp_path: Path) -> None:
+    """Their operations communicate. It is told before anything is traced."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        assert replication_of(model).problem is None
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        assert reason(replication_of(model).problem) == (
+            "tensor parallelism gives each process a part of each parameter, and no graph holds a part of a parameter"
+        )
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("spread", [True, False])
