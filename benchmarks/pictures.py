@@ -23,7 +23,7 @@ WHOLE = {  # numbers of files, and recipe
     ("7", "llama_lora_checkpointing_dropout"): "the same with dropout in the checkpoint",
     ("8", "diffusion"): "diffusion U-Net",
     ("5", "nanogpt"): "nanoGPT of 124M",
-    ("8", "dcgan"): "DCGAN",
+    ("3", "dcgan"): "DCGAN",
     ("8", "resnet_metrics"): "ResNet-18 with torchmetrics",
 }
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
