@@ -133,18 +133,19 @@ class Way:
         """Send gradients in the present backward, and return that of `tensor`."""
         if (task := present_backward()) != self._task:
             self._task, self._waiting = task, []
-        self._waiting.append(gradients)
-        return torch.zeros_like(self.tensor)
+        gradient = torch.zeros_like(self.tensor)
+        self._waiting.append(gradients)  # last: where this fails, it is done again
+        return gradient
 
     def arrived(self) -> list[Tensor | None]:
         """The gradients that were sent, added up as autograd does."""
         total, *others = self._waiting
-        self._waiting = []
         found = list(total)
         for gradients in others:
             found = [
                 a if b is None else b if a is None else a + b for a, b in zip(found, gradients, strict=True)
             ]
+        self._waiting = []
         return found
 
 
