@@ -352,7 +352,7 @@ class _AutomaticStep:
         def timed(*args: Any, **kwargs: Any) -> None:
             began = time.perf_counter()
             log(*args, **kwargs)
-            runner.worked(began - time.perf_counter())
+            quietly(lambda: runner.worked(began - time.perf_counter()))
 
         return standing_in([(model, "log", timed)])
 

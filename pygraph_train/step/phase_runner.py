@@ -106,7 +106,7 @@ class PhaseRunner:
                     return run(call)
                 began = time.perf_counter()
                 made = run(call)
-                self.worked(time.perf_counter() - began, 1)
+                quietly(lambda: self.worked(time.perf_counter() - began, 1))
                 return made
             before = traces_of_others()  # in the first step parts that the user compiled are traced
             made = run(call)
