@@ -317,8 +317,8 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         return optimizer
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        if self.pygraph is not None and not kwargs and (loop := self.pygraph._loop) is not None:
-            kwargs = loop.ends_of(loss)
+        if self.pygraph is not None and (loop := self.pygraph._loop) is not None:
+            kwargs = loop.ends_of(loss, **kwargs)
         super().backward(loss, **kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:

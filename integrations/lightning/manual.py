@@ -100,9 +100,11 @@ class ManualOptimization:
                 )
         return output
 
-    def _backward(self, stock: Callable[..., None], loss: Any, *given: Any, **kwargs: Any) -> None:
+    def _backward(
+        self, stock: Callable[..., None], loss: Any, module: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """In the place of the precision plugin's, which gets the arguments of `manual_backward` as well."""
-        stock(loss, *given, **(kwargs or self._loop.ends_of(loss)))
+        stock(loss, module, optimizer, *args, **self._loop.ends_of(loss, *args, **kwargs))
 
     def _optimizer_step(
         self,

@@ -257,12 +257,11 @@ class Loop:
 
     # -- while training -----------------------------------------------------------------------------
 
-    def ends_of(self, loss: Any) -> dict[str, Any]:
-        """Arguments of `loss.backward()`, which does the same in less time. See `leaves_of`."""
-        found: dict[str, Any] = {}
-        if self.active and not self.over:
-            quietly(lambda: found.update(leaves_of(loss)))
-        return found
+    def ends_of(self, loss: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keyword arguments for `loss.backward`, which was called with these: without any, those of `leaves_of`."""
+        if self.active and not (self.over or args or kwargs):
+            quietly(lambda: kwargs.update(leaves_of(loss)))
+        return kwargs
 
     def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""

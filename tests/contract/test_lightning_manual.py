@@ -93,6 +93,22 @@ def test_accumulation_by_hand(run: Run) -> None:
     fit(run, Accumulating(), loader(batches(48)))
 
 
+@same_as_plain(replays=6, last_bits=True)
+def test_arguments_of_a_backward_by_position(run: Run) -> None:
+    """Late backwards are made to be differentiated themselves, and parameters get their gradients all the same."""
+
+    class Positional(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            _, optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.maker(batch[0][:, :4]).square().mean()
+            self.manual_backward(loss, *([None, True, True] if batch_idx == 12 else []))
+            optimizer.step()
+            run.note("loss", loss)
+
+    fit(run, Positional(), loader(batches()), logger=False)
+
+
 @same_as_plain(replays=6)
 def test_several_updates_of_one_part_for_one_of_the_other(run: Run) -> None:
     """A Wasserstein GAN, whose weights are clipped in place."""
