@@ -105,8 +105,10 @@ class Chooser:
             self._steps += 1
             host, whole = self._interval()
             self._host, self._without = min(self._host, host), min(self._without, whole)
+            saves = _SAVED * host
             if self._steps > 1 and self._calls:
-                self._saves = min(self._saves, _SAVED * self._work - _OF_CALL * self._calls)
+                saves = min(saves, _SAVED * self._work - _OF_CALL * self._calls)
+            self._saves = min(self._saves, saves)
             self._work, self._calls = 0.0, 0
             self.plain = self._steps < _PLAIN
             self._traces = traces
@@ -145,7 +147,7 @@ class Chooser:
         self._traces = traces
         self._missed += 1
         self._in_a_row += 1
-        if self._in_a_row == _QUIET or self._missed * min(self._saves, _SAVED * self._host) >= self._cost:
+        if self._in_a_row == _QUIET or self._missed * self._saves >= self._cost:
             self.settled, self._began, self._cost = False, None, 0.0
             self._quiet = self._missed = self._in_a_row = 0
 
@@ -163,11 +165,10 @@ class Chooser:
             return Problem(
                 f"the device does not wait for the host, so graphs would save little: {ms}", fix=_ON
             )
-        saves = min(self._saves, _SAVED * self._host)
-        if saves < _LITTLE * self._without:
-            ms = f"at most {max(saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
+        if self._saves < _LITTLE * self._without:
+            ms = f"at most {max(self._saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
             return Problem(f"graphs would save little: {ms}", fix=_ON)
-        fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / saves), self._left()
+        fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / self._saves), self._left()
         if left >= fewest:
             return None
         return Problem(f"{left:.0f} steps are left, and graphs pay after some {fewest} steps", fix=_ON)
