@@ -22,7 +22,6 @@ from torch import Tensor
 from benchmarks.command import new_record, told_in
 from benchmarks.record import print_table, write_json
 from pygraph_train.graphs.cuda import CudaEngine
-from pygraph_train.graphs.retarget import indirect
 
 SIZES = (0.1, 1, 8, 64, 256)
 """MiB of the input."""
@@ -74,12 +73,12 @@ def measure(way: str, size: float, readers: int) -> dict[str, float]:
         replay: Any = graph
         moved: Callable[[Tensor], Any] = own.copy_ if way == "copy" else lambda x: None
     else:
-        first, _ = engine.capture(lambda: work(places[0]), instantiate=False)
-        second, _ = engine.capture(lambda: work(own), instantiate=False)
-        replay = indirect(first, second, [places[0]], [own])
+        inputs = engine.movable(places[:1])
+        replay, _ = engine.capture(lambda: work(inputs.stand_ins[0]))
+        inputs.follow(replay)
 
         def moved(x: Tensor) -> None:
-            replay.retarget({0: x})
+            inputs.take((x,), [x.data_ptr()])
 
     windows, hosts = [], []
     for _ in range(6):

@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
 from pygraph_train.graphs.garbage import Garbage
+from pygraph_train.graphs.indirection import MovableInputs
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
@@ -228,6 +229,10 @@ class CudaEngine:
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()
+
+    def movable(self, inputs: Sequence[torch.Tensor]) -> MovableInputs:
+        """See `graphs.engine.Engine.movable`."""
+        return MovableInputs(inputs)
 
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from pygraph_train.graphs.nodes import Node, read_nodes
+from pygraph_train.graphs.parameters import KernelParameters
 from pygraph_train.graphs.rewriting import NumberRewriter
 from pygraph_train.torch_private.cuda import cuda_graph_nodes
 
@@ -26,6 +27,7 @@ class CudaGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._parameters: dict[int, KernelParameters] = {}
         self.nodes = cuda_graph_nodes(graph)
         self.instantiated = False
         self._launch: Callable[[], None] = self._first_replay
@@ -73,6 +75,12 @@ class CudaGraph:
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberRewriter:
         """See `graphs.engine.RewritableGraph.numbers`. Instantiates the graph if nobody has."""
         return NumberRewriter(self, sets, kernels)
+
+    def parameters(self, handle: Any) -> KernelParameters:
+        """Of one of its kernels, to be written: each time the same object. Instantiates the graph if nobody has."""
+        if int(handle) not in self._parameters:
+            self._parameters[int(handle)] = KernelParameters(self.raw_exec, handle)
+        return self._parameters[int(handle)]
 
     def close(self) -> None:
         """Destroy the graph. Its private memory returns to the pool."""

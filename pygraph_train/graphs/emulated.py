@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
 from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
@@ -153,6 +154,10 @@ class EmulatedEngine:
         pool.add(tensors, taped)
         footprint = Footprint(made, keeps, reads)
         return lambda: pool.replaying(footprint)
+
+    def movable(self, inputs: Sequence[torch.Tensor]) -> CopiedInputs:
+        """See `Engine.movable`: by copies, where a GPU has pointers."""
+        return CopiedInputs(inputs)
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""

@@ -19,6 +19,7 @@ __all__ = [
     "Engine",
     "Graph",
     "IndirectionUnavailable",
+    "Inputs",
     "NumberWriter",
     "NumbersNotFound",
     "RewritableGraph",
@@ -85,6 +86,40 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
+
+
+class Inputs(Protocol):
+    """Tensors that a graph works on, and which lie elsewhere in each replay.
+
+    Attributes:
+        stand_ins: for the capture, in the place of the inputs. Their values are of no use.
+    """
+
+    stand_ins: Sequence[torch.Tensor]
+
+    def follow(self, graph: Graph) -> None:
+        """Find the inputs in the graph that was captured with the stand-ins.
+
+        Raises:
+            IndirectionUnavailable: they cannot be replaced there. The graph must not be replayed.
+        """
+
+    def fit(self, addresses: list[int]) -> bool:
+        """Whether replays may work on tensors at these addresses: captured kernels may rely on an alignment."""
+
+    def take(self, inputs: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Let replays from now on work on these. They look like those of the capture, and are not kept alive.
+
+        Args:
+            inputs: tensors.
+            addresses: of their first elements.
+        """
+
+    def give_back(self, inputs: Sequence[torch.Tensor]) -> None:
+        """After a replay: what it wrote into the inputs is there."""
+
+    def close(self) -> None:
+        """Release the stand-ins. The graph was closed."""
 
 
 class NumberWriter(Protocol):
@@ -161,6 +196,15 @@ class Engine(Protocol):
             CaptureError: `fn` did something that a graph cannot hold (host read, host-to-device copy
                 from pageable memory, ...). Other exceptions of `fn`, KeyboardInterrupt and
                 out-of-memory errors pass through unchanged, after the same clean-up.
+        """
+
+    def movable(self, inputs: Sequence[torch.Tensor]) -> Inputs:
+        """For a capture that works on tensors which will lie elsewhere in replays.
+
+        Args:
+            inputs: plain tensors that look like those.
+        Raises:
+            IndirectionUnavailable: this engine has no such graphs here.
         """
 
     def trim(self) -> None:

@@ -1,39 +1,39 @@
-"""Finding the pointers to a graph's inputs: two captures of the same work, and what moved with the inputs.
+"""Parameter indirection: a graph that works on its inputs wherever they lie, without copies.
 
-The idea is the parameter indirection of PyGraph (arXiv 2503.19779), without rewriting kernels: the
-parameters of every captured kernel are searched for 8-byte values that lie in an input. One capture
-cannot tell an address from a number that looks like one, so the work is captured again with the inputs
-elsewhere. An input is served only when nothing about it is left unexplained.
-
-Pure functions on plain data; nothing here needs a GPU.
+The idea is that of PyGraph (arXiv 2503.19779), without rewriting kernels. A capture gets stand-ins for its inputs, in a
+range of addresses that nothing else has. So each 8 bytes of a kernel's parameters that lie in that range are a pointer
+to an input, and before a replay they are replaced where an input has moved. Behind the range lies one small piece of
+memory again and again: a pointer that was not found does no harm in a replay that is compared with a plain step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from pygraph_train.graphs.memory import ALIGNMENT, AddressRange
-from pygraph_train.graphs.nodes import Node
+from pygraph_train.graphs.engine import IndirectionUnavailable
+from pygraph_train.graphs.memory import ALIGNMENT, AddressRange, address_range
+from pygraph_train.graphs.nodes import Node, checked, driver, node_handles
+from pygraph_train.torch_private.memory import tensor_at
 
-__all__ = ["Discovery", "Slot", "discover", "misplaced", "moved_inputs", "refusals", "required_alignment"]
+__all__ = ["MovableInputs", "Pointer", "find_pointers"]
 
-MARGIN = 512
-"""Bytes around an input where an address that moves with it is taken for one that was derived from it."""
+_MARGIN = 512
+"""Bytes between stand-ins. An address there was computed from that of an input, in a way that nobody knows."""
 
-NOT_FOUND = "no captured operation holds its address: it is unused, or reached in a way that cannot be seen"
+_HINT = 0x5A31_7000_0000
+"""Where the range is asked for: two 4-byte numbers of a kernel do not look like that."""
 
-Words = NDArray[np.uint64]
-Indices = NDArray[np.int64]
+_LOWEST = 1 << 40
+"""Ranges below are refused: two small 4-byte numbers look like addresses there."""
 
 
-class Slot(NamedTuple):
-    """One pointer in a node's parameters: it has to be the input's address plus `delta`."""
+class Pointer(NamedTuple):
+    """Eight bytes in a node's parameters: they have to be the input's address plus `delta`."""
 
     node: int
     offset: int
@@ -41,243 +41,181 @@ class Slot(NamedTuple):
     delta: int
 
 
-@dataclass(frozen=True)
-class Discovery:
-    """Which inputs can be moved, and what has to be rewritten for it.
-
-    Attributes:
-        slots: pointers to served inputs, in the order of nodes and offsets.
-        served: inputs whose pointers are all known.
-        unserved: for each other input a sentence that says why not.
-        alignment: by input, bytes that its address must be a multiple of.
-    """
-
-    slots: tuple[Slot, ...]
-    served: frozenset[int]
-    unserved: Mapping[int, str]
-    alignment: tuple[int, ...]
-
-
-def required_alignment(address: int) -> int:
-    """What the address of an input captured at `address` must be a multiple of."""
-    return min(address & -address, ALIGNMENT) if address else 1
-
-
-def misplaced(index: int, tensor: torch.Tensor, alignment: int) -> str | None:
-    """Why an input cannot be moved to a tensor's address, or None."""
-    address = tensor.data_ptr()
-    if address % alignment:
-        return (
-            f"input {index} was captured at a multiple of {alignment} bytes, which {address:#x} is not: "
-            "the captured kernels rely on it"
-        )
-    return None
-
-
-def moved_inputs(
-    changes: Mapping[int, torch.Tensor], addresses: Sequence[int], discovery: Discovery
-) -> dict[int, int]:
-    """The new address of each input that is no longer where it was.
+def find_pointers(nodes: Sequence[Node], ranges: Sequence[AddressRange]) -> list[Pointer]:
+    """All pointers to inputs.
 
     Args:
-        changes: tensors by input.
-        addresses: where each input is now.
-        discovery: what can be moved.
+        nodes: of a capture.
+        ranges: where its inputs lay, in ascending order, with gaps between them. Nothing else lay between the first
+            byte and the last.
     Raises:
-        ValueError: one of them is not served, or lost its alignment.
+        IndirectionUnavailable: a pointer cannot be read or rewritten, or an input has none.
     """
-    moved: dict[int, int] = {}
-    for index, tensor in changes.items():
-        address = tensor.data_ptr()
-        if address == addresses[index]:
-            continue
-        if index not in discovery.served:
-            raise ValueError(f"input {index} cannot be moved: {discovery.unserved[index]}")
-        if address % discovery.alignment[index]:
-            raise ValueError(misplaced(index, tensor, discovery.alignment[index]))
-        moved[index] = address
-    return moved
+    found: list[Pointer] = []
+    low = ranges[0].address - _MARGIN
+    starts = np.array([address for address, _ in ranges], dtype=np.uint64)
+    for index, node in enumerate(nodes):
+        if not node.readable:
+            raise IndirectionUnavailable(f"the parameters of node {index} ({node}) cannot be read")
+        for offset, data in node.blocks:
+            for at, value in _values_within(data, low, ranges[-1].address + ranges[-1].nbytes + _MARGIN):
+                owner = max(int(np.searchsorted(starts, value, side="right")) - 1, 0)
+                delta = value - ranges[owner].address
+                where = f"byte {offset + at} of node {index} ({node})"
+                if not 0 <= delta < ranges[owner].nbytes:
+                    raise IndirectionUnavailable(f"{where} holds an address just outside of an input")
+                if node.kind != "kernel" or (offset + at) % 8:
+                    raise IndirectionUnavailable(f"the address of an input in {where} cannot be replaced")
+                found.append(Pointer(index, offset + at, owner, delta))
+    if {pointer.input for pointer in found} != {n for n, (_, nbytes) in enumerate(ranges) if nbytes}:
+        raise IndirectionUnavailable("no captured operation holds the address of one of the inputs")
+    return found
 
 
-def refusals(first: Sequence[AddressRange], second: Sequence[AddressRange]) -> dict[int, str]:
-    """Inputs that cannot be served whatever the captured work is: reasons by input.
+def _values_within(data: bytes, low: int, high: int) -> list[tuple[int, int]]:
+    """(position, value) of all 8-byte numbers between these two, at whatever position."""
+    found = []
+    for phase in range(8) if len(data) >= 8 else ():
+        words: NDArray[np.uint64] = np.frombuffer(data[phase:], dtype="<u8", count=(len(data) - phase) // 8)
+        inside = np.flatnonzero((words >= np.uint64(low)) & (words < np.uint64(high)))
+        found += [(8 * int(n) + phase, int(words[n])) for n in inside]
+    return found
+
+
+class _Kernel(NamedTuple):
+    """Pointers in the parameters of one kernel."""
+
+    parameters: Any
+    words: NDArray[np.uint64]
+    positions: NDArray[np.int64]
+    inputs: NDArray[np.int64]
+    deltas: NDArray[np.uint64]
+
+
+class MovableInputs:
+    """Inputs of a CUDA graph. See `graphs.engine.Inputs`.
 
     Args:
-        first, second: where each input lay in the two captures.
+        inputs: CUDA tensors of one device, at least one.
+    Raises:
+        IndirectionUnavailable: this machine has no such addresses.
     """
-    refused: dict[int, str] = {}
-    for index, (before, after) in enumerate(zip(first, second, strict=True)):
-        if not before.nbytes:
-            refused[index] = "it has no memory"
-        elif before.nbytes != after.nbytes:
-            refused[index] = (
-                f"it spans {before.nbytes} bytes in the first capture and {after.nbytes} in the second"
-            )
-        elif before.address == after.address:
-            refused[index] = "it lay at the same address in both captures"
-    for ranges in (first, second):
-        reach, owner = -1, -1
-        for index in sorted(range(len(ranges)), key=lambda i: ranges[i]):
-            address, nbytes = ranges[index]
-            if not nbytes:
-                continue
-            if address < reach:
-                refused.setdefault(index, f"it overlaps input {owner}")
-                refused.setdefault(owner, f"it overlaps input {index}")
-            if address + nbytes > reach:
-                reach, owner = address + nbytes, index
-    return refused
 
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._ranges: list[AddressRange] = []
+        at = _MARGIN
+        for address, nbytes in map(address_range, inputs):
+            at += -at % _MARGIN + address % ALIGNMENT
+            self._ranges.append(AddressRange(at, nbytes))
+            at += nbytes + _MARGIN
+        try:
+            self._memory: _RepeatedMemory | None = _RepeatedMemory(at + _MARGIN, inputs[0].device.index)
+        except RuntimeError as error:
+            raise IndirectionUnavailable(str(error)) from error
+        base = self._memory.address
+        self._ranges = [AddressRange(base + start, nbytes) for start, nbytes in self._ranges]
+        self._aligned = [min(start & -start, ALIGNMENT) - 1 for start, _ in self._ranges]
+        self.stand_ins: Sequence[Tensor] = [
+            tensor_at(place.address, tensor, place.nbytes)
+            for place, tensor in zip(self._ranges, inputs, strict=True)
+        ]
+        self._kernels: list[_Kernel] = []
+        self._addresses: list[int] = []
+        self._now: NDArray[np.uint64] = np.zeros(len(inputs), dtype=np.uint64)
 
-def discover(
-    first: Sequence[Node],
-    second: Sequence[Node],
-    ranges_first: Sequence[AddressRange],
-    ranges_second: Sequence[AddressRange],
-) -> Discovery:
-    """Find the pointers to each input.
-
-    Args:
-        first, second: the nodes of two captures of the same work.
-        ranges_first, ranges_second: (address, bytes) of every input in the two captures.
-    Returns:
-        An input is served when every address inside of it moved with it and no other one points there.
-    """
-    inputs = len(ranges_first)
-    alignment = tuple(
-        max(required_alignment(before[0]), required_alignment(after[0]))
-        for before, after in zip(ranges_first, ranges_second, strict=True)
-    )
-    difference = _difference(first, second)
-    if difference is not None:
-        return Discovery((), frozenset(), dict.fromkeys(range(inputs), difference), alignment)
-
-    refused = refusals(ranges_first, ranges_second)
-    slots: list[Slot] = []
-    places = _Places(first)
-    before, after = _Ranges(ranges_first), _Ranges(ranges_second)
-    old_bytes, new_bytes = places.pack(first), places.pack(second)
-    for phase in range(8):
-        old, new = _words(old_bytes, phase), _words(new_bytes, phase)
-        in_old, in_new = before.owner(old), after.owner(new)
-        around = before.around(old)
-        suspects = np.flatnonzero((in_old >= 0) | (in_new >= 0) | (around >= 0).any(axis=0))
-        for word in suspects.tolist():
-            place = places.at(8 * word + phase)
-            if place is None:  # half of it belongs to the next block
-                continue
-            node, offset, aligned = place
-            value, moved = int(old[word]), int(new[word])
-            owner = int(in_old[word])
-            follows = (
-                owner >= 0
-                and owner == in_new[word]
-                and value - ranges_first[owner][0] == moved - ranges_second[owner][0]
-            )
-            where = f"node {node} ({first[node]}), byte {offset}"
-            if follows and aligned and first[node].patchable:
-                slots.append(Slot(node, offset, owner, value - ranges_first[owner][0]))
-            elif follows and aligned:
-                refused.setdefault(owner, f"its pointer in {where} cannot be changed after the capture")
-            elif follows:
-                refused.setdefault(owner, f"its pointer in {where} is not aligned to 8 bytes")
-            elif owner >= 0 and moved == value and int(in_new[word]) < 0:
-                # Left over in unused parts of an argument, as in the lists of fused optimizers: work that
-                # read it would have read memory of the other capture.
-                continue
-            else:
-                for index in {owner, int(in_new[word])} - {-1}:
-                    refused.setdefault(
-                        index, f"{where} holds an address inside of it that did not move with it"
+    def follow(self, graph: Any) -> None:
+        """See `graphs.engine.Inputs.follow`."""
+        try:
+            found = find_pointers(graph.read(), self._ranges)
+            handles = node_handles(graph.raw)
+            for node in sorted({pointer.node for pointer in found}):
+                own = [pointer for pointer in found if pointer.node == node]
+                parameters = graph.parameters(handles[node])
+                self._kernels.append(
+                    _Kernel(
+                        parameters,
+                        parameters.memory.view(np.uint64),
+                        np.array([pointer.offset // 8 for pointer in own]),
+                        np.array([pointer.input for pointer in own]),
+                        np.array([pointer.delta for pointer in own], dtype=np.uint64),
                     )
-                for index in set(around[:, word].tolist()) - {-1}:
-                    if moved - value == ranges_second[index][0] - ranges_first[index][0]:
-                        refused.setdefault(
-                            index, f"{where} holds an address just outside of it that moved with it"
-                        )
-    for index in set(range(inputs)) - {slot.input for slot in slots}:
-        refused.setdefault(index, NOT_FOUND)
-    kept = tuple(sorted(slot for slot in slots if slot.input not in refused))
-    return Discovery(kept, frozenset(slot.input for slot in kept), refused, alignment)
+                )
+        except RuntimeError as error:
+            raise IndirectionUnavailable(str(error)) from error
+
+    def fit(self, addresses: Sequence[int]) -> bool:
+        """See `graphs.engine.Inputs.fit`. Hot path."""
+        if addresses == self._addresses:
+            return True
+        return not any(address & mask for address, mask in zip(addresses, self._aligned, strict=True))
+
+    def take(self, inputs: Sequence[Tensor], addresses: list[int]) -> None:
+        """See `graphs.engine.Inputs.take`. Hot path."""
+        if addresses == self._addresses:
+            return
+        now = np.array(addresses, dtype=np.uint64)
+        moved = now != self._now
+        self._addresses, self._now = [], np.zeros_like(now)  # should a kernel refuse its pointers
+        for parameters, words, positions, rows, deltas in self._kernels:
+            if moved[rows].any():
+                words[positions] = now[rows] + deltas
+                parameters.update()
+        self._addresses, self._now = addresses, now
+
+    def give_back(self, inputs: Sequence[Tensor]) -> None:
+        """See `graphs.engine.Inputs.give_back`: replays have worked on the inputs themselves."""
+
+    def close(self) -> None:
+        """See `graphs.engine.Inputs.close`."""
+        self.stand_ins, self._kernels = (), []
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
-def _difference(first: Sequence[Node], second: Sequence[Node]) -> str | None:
-    """Why the two captures cannot be compared."""
-    if len(first) != len(second):
-        return f"the two captures differ: {len(first)} and {len(second)} nodes"
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        if one.layout != other.layout:
-            return f"the two captures differ: node {index} is {one} in the first and {other} in the second"
-        if not one.readable:
-            return f"the parameters of node {index} ({one}) cannot be read"
-    return None
+class _RepeatedMemory:
+    """A range of addresses behind which lies one small piece of memory, again and again.
 
+    Args:
+        nbytes: of the range.
+        device: number of a CUDA device.
+    Raises:
+        RuntimeError: the driver does not give it.
+    """
 
-class _Places:
-    """All parameter blocks in one row of bytes: which byte belongs where."""
+    def __init__(self, nbytes: int, device: int) -> None:
+        d = self._driver = driver()
+        kind = d.CUmemAllocationProp()
+        kind.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = device
+        least = d.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        piece = checked(d.cuMemGetAllocationGranularity(kind, least), "asking for the size of pages")
+        self._nbytes = nbytes + -nbytes % piece
+        self._range = checked(
+            d.cuMemAddressReserve(self._nbytes, 0, d.CUdeviceptr(_HINT), 0), "reserving addresses"
+        )
+        self.address, self._mapped = int(self._range), 0
+        try:
+            memory = checked(d.cuMemCreate(piece, kind, 0), "allocating memory")
+            try:
+                while self._mapped < self._nbytes:
+                    checked(d.cuMemMap(self.address + self._mapped, piece, 0, memory, 0), "mapping memory")
+                    self._mapped += piece
+            finally:
+                d.cuMemRelease(memory)  # it stays while it is mapped
+            access = d.CUmemAccessDesc()
+            access.location.type, access.location.id = kind.location.type, device
+            access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            checked(d.cuMemSetAccess(self.address, self._nbytes, [access], 1), "giving access to memory")
+            if self.address < _LOWEST:
+                raise RuntimeError("the driver gives low addresses, which kernels may hold as numbers")
+        except BaseException:
+            self.close()
+            raise
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes: list[int] = []
-        self._offsets: list[int] = []
-        self._sizes: list[int] = []
-        starts = []
-        self._total = 0
-        for index, node in enumerate(nodes):
-            for offset, data in node.blocks:
-                starts.append(self._total)
-                self._nodes.append(index)
-                self._offsets.append(offset)
-                self._sizes.append(len(data))
-                self._total += -(-len(data) // 8) * 8
-        self._starts = np.array(starts, dtype=np.int64)
-
-    def pack(self, nodes: Sequence[Node]) -> bytes:
-        """The bytes of all blocks, each filled up to a multiple of 8, and 8 more."""
-        blocks = (data for node in nodes for _, data in node.blocks)
-        return b"".join(data + bytes(-len(data) % 8) for data in blocks) + bytes(8)
-
-    def at(self, position: int) -> tuple[int, int, bool] | None:
-        """Node, offset in its parameters, and alignment of the 8 bytes from `position`."""
-        block = int(np.searchsorted(self._starts, position, side="right")) - 1
-        within = position - int(self._starts[block])
-        if within + 8 > self._sizes[block]:
-            return None
-        offset = self._offsets[block] + within
-        return self._nodes[block], offset, within % 8 == 0 or offset % 8 == 0
-
-
-class _Ranges:
-    """Which input, if any, each of many values lies in."""
-
-    def __init__(self, ranges: Sequence[AddressRange]) -> None:
-        order = sorted((i for i in range(len(ranges)) if ranges[i][1]), key=lambda i: ranges[i][0])
-        # a last entry that nothing lies in answers for index -1 too
-        self._index = np.array([*order, -1], dtype=np.int64)
-        self._start = np.array([*(ranges[i][0] for i in order), 2**64 - 1], dtype=np.uint64)
-        self._size = np.array([*(ranges[i][1] for i in order), 0], dtype=np.uint64)
-
-    def _last_start(self, values: Words) -> Indices:
-        return np.searchsorted(self._start, values, side="right") - 1
-
-    def owner(self, values: Words) -> Indices:
-        """The input that each value lies in, or -1."""
-        last = self._last_start(values)
-        # below the first start the difference wraps around to more than any size
-        return np.where(values - self._start[last] < self._size[last], self._index[last], -1)
-
-    def around(self, values: Words) -> Indices:
-        """For each value the input that ends, and the one that starts, within MARGIN of it; -1 for none."""
-        margin = np.uint64(MARGIN)
-        last = self._last_start(values)
-        past = values - self._start[last] - self._size[last]
-        ends = np.where((past < margin) & (last >= 0), self._index[last], -1)
-        following = np.minimum(last + 1, len(self._index) - 1)
-        before = self._start[following] - values
-        starts = np.where((before > 0) & (before < margin), self._index[following], -1)
-        return np.stack([ends, starts])
-
-
-def _words(data: bytes, phase: int) -> Words:
-    """The 8-byte words from byte `phase` on."""
-    words: Any = np.frombuffer(data, dtype="<u8", count=(len(data) - phase) // 8, offset=phase)
-    return words
+    def close(self) -> None:
+        """Give all back. No graph that may touch it runs any more."""
+        if self._mapped:
+            self._driver.cuMemUnmap(self.address, self._mapped)
+        self._driver.cuMemAddressFree(self.address, self._nbytes)

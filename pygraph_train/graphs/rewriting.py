@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pygraph_train.graphs.engine import NumbersNotFound
-from pygraph_train.graphs.nodes import Node, checked, driver, named_kernels
+from pygraph_train.graphs.nodes import Node, named_kernels
 from pygraph_train.graphs.parameters import KernelParameters
 
 __all__ = ["KernelNumber", "NumberRewriter", "check_sets", "find_numbers"]
@@ -72,13 +72,13 @@ def find_numbers(nodes: Sequence[Node], values: Sequence[float]) -> tuple[Kernel
 
 
 class _Kernel(NamedTuple):
-    """One node: where its numbers go, and what hands them to the graph."""
+    """One node: where its numbers go."""
 
     node: int
     numbers: tuple[int, ...]
     places: tuple[tuple[Any, int], ...]
     """Format and position in the memory of the parameters, for each of the numbers."""
-    update: tuple[Any, Any, Any]
+    parameters: KernelParameters
 
 
 class NumberRewriter:
@@ -87,7 +87,7 @@ class NumberRewriter:
     Nothing waits for the device: an update acts on launches that come after it, and on none before.
 
     Args:
-        graph: a captured graph with `raw` and `raw_exec`, such as `graphs.cuda.CudaGraph`. It is instantiated.
+        graph: a captured graph such as `graphs.cuda_graph.CudaGraph`. It is instantiated.
         sets, kernels: see `graphs.engine.RewritableGraph.numbers`.
     Raises:
         NumbersNotFound: a number was not found, or CUDA lets nobody read or update the nodes.
@@ -100,23 +100,16 @@ class NumberRewriter:
             check_sets(
                 [(node.name, [f.number for f in found if f.node == i]) for i, node in enumerate(nodes)], sets
             )
-            d = driver()
             concerned = sorted({f.node for f in found})
-            self._parameters = KernelParameters(d, {node: handles[node] for node in concerned})
+            parameters = {node: graph.parameters(handles[node]) for node in concerned}
         except (RuntimeError, ValueError) as error:
             raise NumbersNotFound(str(error)) from error
-        self._memory = memoryview(self._parameters.memory)  # type: ignore[arg-type]
-        self._exec = d.CUgraphExec(graph.raw_exec)
         self._written: dict[int, tuple[float, ...]] = {}
         self._kernels = []
-        for node in concerned:
+        for node, kernel in parameters.items():
             own = [f for f in found if f.node == node]
-            base = self._parameters.base[node]
-            places = tuple((struct.Struct(_FORMATS[f.size]), base + f.offset) for f in own)
-            update, handle, params, _ = self._parameters.updates[node]
-            self._kernels.append(
-                _Kernel(node, tuple(f.number for f in own), places, (update, handle, params))
-            )
+            places = tuple((struct.Struct(_FORMATS[f.size]), f.offset) for f in own)
+            self._kernels.append(_Kernel(node, tuple(f.number for f in own), places, kernel))
 
     def write(self, values: Sequence[float]) -> None:
         """See `graphs.engine.NumberWriter.write`."""
@@ -125,7 +118,6 @@ class NumberRewriter:
             if self._written.get(kernel.node) == numbers:
                 continue
             for (form, position), value in zip(kernel.places, numbers, strict=True):
-                form.pack_into(self._memory, position, value)
-            update, handle, params = kernel.update
-            checked(update(self._exec, handle, params), "giving a captured kernel other numbers")
+                form.pack_into(kernel.parameters.memory.data, position, value)
+            kernel.parameters.update()
             self._written[kernel.node] = numbers

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -23,12 +22,6 @@ from pygraph_train.torch_private.memory import local_tensor
 __all__ = ["OptimizerGraph"]
 
 log = logging.getLogger("pygraph_train")
-
-_RESTLESS = 4
-"""So often there was no graph because gradients move, until the optimizer makes its steps as it is."""
-
-_REPLAYS_BETWEEN = 50
-"""Replays that make up for the steps in which gradients have moved before."""
 
 
 class OptimizerGraph:
@@ -61,7 +54,6 @@ class OptimizerGraph:
         self.runs = 0
         self.replayed = False
         self._others: list[object] = []  # that look after the optimizer
-        self._asleep = False
         self._engine = engine
         self._config = config
         self._report = report
@@ -70,7 +62,6 @@ class OptimizerGraph:
         self._phase: OptimizerPhase | None = None
         self._off = config.optimizer == "off"
         self._told = False
-        self._restless = self._replays = 0  # replays: since gradients moved last
         self._held: Any = None  # by a hook of the optimizer
 
     def run(self, body: Callable[[], None], constants: Any = ()) -> None:
@@ -85,9 +76,8 @@ class OptimizerGraph:
         if not self.serves():
             return body()
         assert self._preparation is not None
-        unscaled = self._program.scaling.unscaled
-        if unscaled or self._asleep:
-            if unscaled and not self._told:
+        if self._program.scaling.unscaled:
+            if not self._told:
                 self._told = True
                 self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
@@ -101,7 +91,7 @@ class OptimizerGraph:
 
     def serves(self) -> bool:
         """Whether `run` may replay the next step. It is found out before the first one."""
-        return not (self._off or self.suspended or self._asleep or self._refused())
+        return not (self._off or self.suspended or self._refused())
 
     @property
     def suspended(self) -> bool:
@@ -155,24 +145,15 @@ class OptimizerGraph:
                 self._engine,
                 self._config,
                 self._report,
-                GradientAddresses(weighs=True),  # nothing compares plans here
             )
         constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, source="regions", step=self.runs)
+        self._phase.run(body, constants, step=self.runs)
         self.replayed = self._phase.replayed
         self._report.update_waited(self._phase.waits)
         if self.replayed:
-            self._replays += 1
             self._report.update_replayed()
         if self._phase.problem is not None:
             self._turn_off(self._phase.problem)
-        elif (restless := self._phase.restless) is not None:
-            self._restless = 1 if self._replays >= _REPLAYS_BETWEEN else self._restless + 1
-            self._replays = 0
-            if self._restless == _RESTLESS:
-                self._note(restless)
-                self._asleep = True
-                self._give_back()
 
     def _refused(self) -> bool:
         if self._preparation is None:

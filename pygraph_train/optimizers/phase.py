@@ -1,8 +1,7 @@
 """The optimizer phase as a graph of its own: unscale, clip, step, the scaler's update.
 
-It takes gradients wherever they lie. Where that is the same place on every step the graph works on them there,
-without keeping them alive: whoever owns that memory may reuse it as soon as nobody holds the gradients. Elsewhere
-they are copied into buffers of the graph. `.grad` stays the tensor that the backward has left.
+It works on gradients wherever they lie (`graphs.indirection`) without keeping them alive, or on copies where a graph
+cannot do that. `.grad` stays the tensor that the backward has left.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,21 @@ from pygraph_train.boundary import UPDATE, done, executes, taken_back
 from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Memory, free_memory
-from pygraph_train.gradients.addresses import GradientAddresses
-from pygraph_train.gradients.places import Layout, Source
-from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, problem_of
+from pygraph_train.graphs.engine import (
+    Engine,
+    Graph,
+    IndirectionUnavailable,
+    Inputs,
+    NumbersNotFound,
+    problem_of,
+)
+from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import borrower, copy_all, local_tensors
+from pygraph_train.torch_private.memory import as_part_of, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]
@@ -52,15 +57,16 @@ _REPLAYS_PER_CHANGE = 50
 """A capture that served this many replays has paid for one more."""
 
 _MOST_SETS = 4
-"""Captures kept for one source of gradients: one for each set of parameters that have none (heads that take turns)."""
+"""Captures kept: one for each set of parameters that have no gradient (heads that take turns)."""
 
-_Key = tuple[Source, tuple[bool, ...]]
-"""Who has left the gradients, and which parameters have none; empty where all have one."""
+_SHARE_OF_COPIES = 0.05
+"""Of all memory that the process has needed so far, which copies of gradients may take on top of it."""
 
-_MOVING = (
-    "Gradients have moved between the latest steps, and the optimizer's graph waits until they lie at the same "
-    "addresses, for some 16 steps; after them it works on copies"
-)
+_FEW_COPIES = 32 << 20
+"""Bytes of copies that no process misses: cuBLAS has as much for each stream."""
+
+_Key = tuple[bool, ...]
+"""Which parameters have no gradient; empty where all have one."""
 
 _NO_GRADIENT = (
     "None of the optimizer's parameters had a gradient in the latest step. Make the optimizer behind what replaces "
@@ -70,6 +76,35 @@ _NO_GRADIENT = (
 _grad = operator.attrgetter("grad")
 
 
+_dtype = operator.attrgetter("dtype")
+
+
+class Layout(NamedTuple):
+    """Where gradients are, and what they look like. Made on every step."""
+
+    addresses: list[int]
+    looks: tuple[Any, ...]
+
+    @property
+    def missing(self) -> Sequence[bool]:
+        """For each parameter whether it has none; empty where all have one."""
+        missing: Sequence[bool] = self.looks[0]
+        return missing
+
+    @classmethod
+    def of(cls, gradients: Sequence[Tensor | None]) -> Layout:
+        """Of those that are there.
+
+        Raises:
+            RuntimeError: one of them has no memory of its own (sparse gradients).
+        """
+        present = local_tensors([g for g in gradients if g is not None])
+        missing = () if len(present) == len(gradients) else [g is None for g in gradients]
+        strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
+        looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)
+        return cls(list(map(Tensor.data_ptr, present)), looks)
+
+
 @dataclass
 class _CapturedUpdate:
     """A graph of the phase and what it rests on.
@@ -77,43 +112,26 @@ class _CapturedUpdate:
     Attributes:
         memory: in which it computes.
         addresses: of the parameters.
-        gradients: where they were; with buffers only what they look like counts.
-        buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
-        number: how many graphs there were in a row, with this one, that differ in nothing but where gradients were.
+        looks: of the gradients.
+        inputs: the gradients.
     """
 
     graph: Graph
     memory: Memory
     addresses: list[int]
-    gradients: Layout
-    buffers: list[Tensor] | None
+    looks: tuple[Any, ...]
+    inputs: Inputs
     hyperparameters: Any
     constants: Any
     generation: int
     verified: bool
     audits: Audits
     replays: int = 0
-    number: int = 1
 
-    def reaches(self, gradients: Layout) -> bool:
-        """Whether it works on gradients that lie like these."""
-        return self.buffers is not None or gradients.addresses == self.gradients.addresses
-
-    def follow(self, before: _CapturedUpdate, verify: str, seconds: float) -> None:
-        """Take the place of a graph for gradients at other addresses. Of such graphs a sample is compared.
-
-        Args:
-            before: that graph.
-            verify: see `PyGraphConfig`.
-            seconds: what a comparison takes.
-        """
-        if verify == "sample" and before.verified and self.buffers is before.buffers:
-            self.number = before.number + 1
-            self.verified = (
-                self.number & (self.number - 1) != 0
-            )  # the 1st, 2nd, 4th, 8th and so on are compared
-            if self.verified:
-                self.audits = Audits(verify, time.perf_counter(), seconds)
+    def close(self) -> None:
+        """Release the graph."""
+        self.graph.close()
+        self.inputs.close()
 
 
 class OptimizerPhase:
@@ -125,11 +143,9 @@ class OptimizerPhase:
         engine: where graphs are made.
         config: options.
         report: filled while running.
-        addresses: of the gradients of the loop.
 
     Attributes:
         problem: why there are no more graphs, None while there may be.
-        restless: why there is none while gradients move, where the last `run` found that.
         replayed: whether the last `run` was a replay of a verified graph.
         waits: why the last `run` waited for a graph, "" where it did not.
     """
@@ -141,11 +157,9 @@ class OptimizerPhase:
         engine: Engine,
         config: PyGraphConfig,
         report: StepReport,
-        addresses: GradientAddresses,
     ) -> None:
         assert program.optimizer is not None
         self.problem: Problem | None = None
-        self.restless: Problem | None = None
         self.replayed, self.waits = False, ""
         self._program = program
         self._optimizer = program.optimizer
@@ -153,24 +167,22 @@ class OptimizerPhase:
         self._engine = engine
         self._config = config
         self._report = report
-        self._addresses = addresses
-        # by the source of the gradients, and by which are there: their addresses are others then
+        # by which gradients are there
         self._captures: dict[_Key, _CapturedUpdate] = {}
         self._runs: dict[_Key, int] = {}
-        self._compared = 0.0  # seconds that the last comparison took
+        self._copies = False  # whether graphs work on copies of the gradients
         self._changes = 0
         self._replays = 0
 
-    def run(self, body: Callable[[], None], constants: Any, *, source: Source, step: int) -> None:
+    def run(self, body: Callable[[], None], constants: Any, *, step: int) -> None:
         """Make the phase with the gradients as they are.
 
         Args:
             body: the phase in Python.
             constants: Python values that a capture of `body` bakes in.
-            source: who has left the gradients.
             step: the training step, for the report.
         """
-        self.replayed, self.waits, self.restless = False, "", None
+        self.replayed, self.waits = False, ""
         if self.problem is not None:
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -180,11 +192,7 @@ class OptimizerPhase:
         except RuntimeError as error:
             self.problem = self._preparation.problem or _outside(str(error))
             return body()
-        key: _Key = source, tuple(layout.missing)
-        place = self._addresses.found(source, layout)
-        if place is None:
-            self.problem = _ABSENT
-            return body()
+        key: _Key = tuple(layout.missing)
         capture = self._captures.get(key)
         if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
             self._forget(key)
@@ -194,10 +202,7 @@ class OptimizerPhase:
             if not self._may_change():
                 self.problem = why
                 return body()
-        if capture is None or not capture.reaches(layout):
-            if capture is not None and not place.settled(self._replays, capture.replays):
-                self.waits = _MOVING
-                return self._run_prepared(body)
+        if capture is None:
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
                 return body()
@@ -207,22 +212,12 @@ class OptimizerPhase:
                 self.waits = "" if layout.addresses else _NO_GRADIENT
                 self._runs[key] += 1
                 return self._run_prepared(body)
-            if capture is None and not place.settled(self._replays):
-                self.waits = _MOVING
-                return self._run_prepared(body)
-            if (moving := place.why_no_copies(gradients, self._engine.peak_memory)) is not None:
-                self.restless = _outside(moving)
-                return self._run_prepared(body)
-            if capture is not None:
-                self._forget(key)
-            elif not self._make_room(source):
+            if not self._make_room():
                 self.problem = _ABSENT
                 return body()
-            before, capture = capture, self._capture(body, parameters, layout, constants, place.buffers, step)
+            capture = self._capture(body, parameters, layout, constants, step)
             if capture is None:
                 return body()
-            if before is not None:
-                capture.follow(before, self._config.verify, self._compared)
             self._captures[key] = capture
         if not capture.memory.free:  # a backward is still to come that reads there
             return self._run_prepared(body)
@@ -230,22 +225,19 @@ class OptimizerPhase:
         if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
             self.replayed = True
             audits.left -= 1
-            return self._replay(capture, gradients)
-        self._verified_replay(capture, body, parameters, gradients, key)
+            return self._replay(capture, gradients, layout.addresses)
+        self._verified_replay(capture, body, parameters, gradients, layout.addresses, key)
 
-    def _replay(self, capture: _CapturedUpdate, gradients: Sequence[Tensor | None]) -> None:
-        """The hot path: gradients into buffers if there are any, learning rate in, launch."""
-        buffers = capture.buffers
-        present = [g for g in gradients if g is not None] if buffers is not None else []
-        if buffers is not None:
-            with torch.no_grad():
-                copy_all(local_tensors(buffers), local_tensors(present))
+    def _replay(
+        self, capture: _CapturedUpdate, gradients: Sequence[Tensor | None], addresses: list[int]
+    ) -> None:
+        """The hot path: where the gradients are, the learning rate, launch."""
+        inputs, present = capture.inputs, local_tensors([g for g in gradients if g is not None])
+        inputs.take(present, addresses)
         self._preparation.sync()
         executes(UPDATE)
         capture.graph.replay()
-        if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
-            with torch.no_grad():
-                copy_all(local_tensors(present), local_tensors(buffers))
+        inputs.give_back(present)
         done(None)
         capture.replays += 1
         self._replays += 1
@@ -253,7 +245,7 @@ class OptimizerPhase:
     def _invalid(
         self, capture: _CapturedUpdate, parameters: list[Tensor], layout: Layout, constants: Any
     ) -> Problem | None:
-        """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
+        """What to say if this goes on, None where everything is as captured."""
         if list(map(Tensor.data_ptr, local_tensors(parameters))) != capture.addresses:
             return Problem("parameters live at new addresses again and again")
         if capture.constants != constants:
@@ -262,7 +254,8 @@ class OptimizerPhase:
             capture.generation == self._preparation.generation
             and self._preparation.state_unchanged()
             and self._preparation.hyperparameters() == capture.hyperparameters
-            and capture.gradients.looks == layout.looks
+            and capture.looks == layout.looks
+            and capture.inputs.fit(layout.addresses)
         ):
             return None
         return self._preparation.what_changed()
@@ -278,7 +271,6 @@ class OptimizerPhase:
         parameters: list[Tensor],
         layout: Layout,
         constants: Any,
-        buffers: bool,
         step: int,
     ) -> _CapturedUpdate | None:
         """Record the phase without executing it; None (and a `problem`) where that cannot be done."""
@@ -292,7 +284,14 @@ class OptimizerPhase:
             return None
         preparation.settle(self._engine)
         gradients = list(map(_grad, parameters))
-        stand_ins = [None if g is None else _copy(g) if buffers else borrower(g)() for g in gradients]
+        present = [g for g in gradients if g is not None]
+        try:
+            inputs = self._inputs(local_tensors(present))
+        except IndirectionUnavailable as error:
+            self.problem = _outside(str(error))
+            return None
+        parts = iter(inputs.stand_ins)
+        stand_ins = [None if g is None else as_part_of(g, next(parts)) for g in gradients]
         put_back = self._program.scaling.notes()
         numbers = preparation.live_numbers(self._engine)
         try:
@@ -302,6 +301,7 @@ class OptimizerPhase:
             with preparation.prepared(), numbers.marked(), unmade, memory.recording(self._engine):
                 graph, _ = self._engine.capture(body)
         except Exception as error:
+            inputs.close()
             self.problem = problem_of(error)
             return None
         finally:
@@ -309,19 +309,25 @@ class OptimizerPhase:
                 p.grad = g
             put_back()
         try:
+            inputs.follow(graph)
             graph = numbers.follow(graph)
-        except NumbersNotFound as error:
-            log.info("pygraph: hyperparameters stay in the graph of the optimizer: %s", error)
+        except (NumbersNotFound, IndirectionUnavailable) as error:
             graph.close()
-            preparation.numbers_stay()
-            return self._capture(body, parameters, layout, constants, buffers, step)
+            inputs.close()
+            if isinstance(error, NumbersNotFound):
+                log.info("pygraph: hyperparameters stay in the graph of the optimizer: %s", error)
+                preparation.numbers_stay()
+            else:
+                log.info("pygraph: the graph of the optimizer works on copies of gradients: %s", error)
+                self._copies = True
+            return self._capture(body, parameters, layout, constants, step)
         preparation.remember()
         made = _CapturedUpdate(
             graph=graph,
             memory=memory,
             addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
-            gradients=layout,
-            buffers=[s for s in stand_ins if s is not None] if buffers else None,
+            looks=layout.looks,
+            inputs=inputs,
             hyperparameters=numbers.baked(preparation.hyperparameters()),
             constants=constants,
             generation=preparation.generation,
@@ -333,12 +339,32 @@ class OptimizerPhase:
         log.info("pygraph: captured {O} in %.2f s (%d nodes)", seconds, graph.nodes)
         return made
 
+    def _inputs(self, gradients: Sequence[Tensor]) -> Inputs:
+        """Gradients as inputs of the next capture: wherever they lie, or copied.
+
+        Raises:
+            IndirectionUnavailable: neither is possible.
+        """
+        try:
+            if not self._copies and {Tensor}.issuperset(map(type, gradients)):
+                return self._engine.movable(gradients)
+        except IndirectionUnavailable as error:
+            log.info("pygraph: the graph of the optimizer works on copies of gradients: %s", error)
+        needed, peak = sum(g.nbytes for g in gradients), self._engine.peak_memory()
+        if peak and needed > max(_SHARE_OF_COPIES * peak, _FEW_COPIES):
+            raise IndirectionUnavailable(
+                f"gradients lie elsewhere in each step, and copies of them would take {needed >> 20} MiB, where the "
+                f"whole training has needed {peak >> 20} MiB so far"
+            )
+        return CopiedInputs(gradients)
+
     def _verified_replay(
         self,
         capture: _CapturedUpdate,
         body: Callable[[], None],
         parameters: list[Tensor],
         gradients: list[Tensor | None],
+        addresses: list[int],
         key: _Key,
     ) -> None:
         """A replay that must leave what the phase leaves without a graph; else it is undone."""
@@ -366,7 +392,7 @@ class OptimizerPhase:
 
         def compared() -> str | None:
             runs = PlainRuns(without_graph(), "tensor")
-            self._replay(capture, gradients)
+            self._replay(capture, gradients, addresses)
             found = fingerprint()
             if runs.same(found):
                 return None
@@ -375,12 +401,12 @@ class OptimizerPhase:
                 runs.add(without_graph())
             if (difference := runs.refuse(found)) is not None:
                 return difference
-            self._replay(capture, gradients)
+            self._replay(capture, gradients, addresses)
             return runs.refuse(fingerprint())
 
         try:
             difference = compared()
-            seconds = self._compared = time.perf_counter() - started
+            seconds = time.perf_counter() - started
             capture.audits.took(seconds, first=not audited)
             self._report.compared(seconds, audit=audited)
         except Exception:  # nothing is known of this replay
@@ -400,12 +426,11 @@ class OptimizerPhase:
         self._forget(key)
         self._run_prepared(body)
 
-    def _make_room(self, source: Source) -> bool:
+    def _make_room(self) -> bool:
         """Before a capture for another set of gradients: False where old ones go again and again."""
-        kept = [key for key in self._captures if key[0] == source]
-        if len(kept) < _MOST_SETS:
+        if len(self._captures) < _MOST_SETS:
             return True
-        self._forget(min(kept, key=lambda key: self._captures[key].replays))
+        self._forget(min(self._captures, key=lambda key: self._captures[key].replays))
         return self._may_change()
 
     def _may_change(self) -> bool:
@@ -414,16 +439,12 @@ class OptimizerPhase:
         return self._changes <= _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE
 
     def _forget(self, key: _Key) -> None:
-        self._captures.pop(key).graph.close()
+        self._captures.pop(key).close()
 
     def close(self) -> None:
         """Release the graphs."""
         for key in list(self._captures):
             self._forget(key)
-
-
-def _copy(gradient: Tensor) -> Tensor:
-    return gradient.detach().clone()
 
 
 def _outside(reason: str, fix: str = "") -> Problem:

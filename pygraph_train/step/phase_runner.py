@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from pygraph_train.boundary import Boundary, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegions
-from pygraph_train.gradients.places import Source
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
@@ -175,7 +174,7 @@ class PhaseRunner:
         preparation.settle(training.engine)
         self._preparation = preparation
         self._update_phase = OptimizerPhase(
-            program, preparation, training.engine, training.config, training.report, training.addresses
+            program, preparation, training.engine, training.config, training.report
         )
 
     def update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
@@ -191,18 +190,13 @@ class PhaseRunner:
         if scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        regions = self._regions
-        source: Source = (
-            "graph" if regions.replays and not regions.plain and not regions.hooked else "autograd"
-        )
-        phase.run(body, (constants, scaling.numbers()), source=source, step=training.step)
+        phase.run(body, (constants, scaling.numbers()), step=training.step)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
             training.report.update_replayed()
-        for problem in filter(None, (phase.problem, phase.restless)):
-            training.note(problem)
         if phase.problem is not None:
+            training.note(phase.problem)
             self._drop_update()
 
     def _drop_update(self) -> None:

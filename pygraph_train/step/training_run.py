@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.plans import NOTHING
 from pygraph_train.problems import Problem, PyGraphError
@@ -33,7 +32,6 @@ class TrainingRun:
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
         reasons: how often something was noted against a graph.
-        addresses: of gradients.
     """
 
     program: StepProgram
@@ -44,7 +42,6 @@ class TrainingRun:
     step: int = 0
     replays: int = 0
     reasons: int = 0
-    addresses: GradientAddresses = field(default_factory=GradientAddresses)
     _started: float = field(default_factory=time.perf_counter)
     _last: float | None = None  # when the step before ended, if it came from graphs
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from pygraph_train.torch_private.names import private
 
 __all__ = [
+    "as_part_of",
     "borrower",
     "copy_all",
     "is_alone",
@@ -19,6 +21,7 @@ __all__ = [
     "local_tensors",
     "storage_key",
     "storage_use_count",
+    "tensor_at",
     "tensor_version",
 ]
 
@@ -68,10 +71,31 @@ def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return borrow
 
 
+def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A tensor of this one's device, dtype, size and strides at another address. It does not own its memory.
+
+    Args:
+        address: of its first element.
+        like: the other tensor.
+        nbytes: from its first to its last element. (2.11, 2.13)
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, like.device, nbytes)
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.size(), like.stride())
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def as_part_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor like this one, of which this process holds that part; the part itself where it is none."""
+    whole: Any = tensor
+    if local_tensor(tensor) is tensor:
+        return part
+    like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return whole.from_local(part, whole.device_mesh, whole.placements, **like)  # type: ignore[no-any-return]
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -118,6 +118,75 @@ def test_replayed_steps_equal_eager_steps_while_the_learning_rate_changes(
     assert all(type(group["lr"]) is float for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_a_graph_finds_gradients_wherever_they_lie(
+    cls: type[Optimizer], options: dict[str, Any], clip: bool, engine: CudaEngine
+) -> None:
+    """Gradients of many sizes, elsewhere in each step; the graph holds no address of theirs."""
+
+    def make() -> tuple[list[torch.nn.Parameter], Any, OptimizerPreparation]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(n, 1 + 3 * n) for n in (1, 5, 64, 700)] * 15 + [(3,), ()]
+        params = [torch.nn.Parameter(torch.randn(size, generator=generator).cuda()) for size in sizes]
+        optimizer = cls(params, lr=0.01, **options)
+        return params, optimizer, OptimizerPreparation(optimizer, emulated=False)
+
+    def step(params: list[torch.nn.Parameter], optimizer: Any) -> None:
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    def new_gradients(params: list[torch.nn.Parameter], number: int, kept: list[Any]) -> None:
+        generator = torch.Generator().manual_seed(number)
+        kept.append(torch.empty(1 << (9 + number), device="cuda"))
+        for p in params:
+            kept.append(p.grad)
+            p.grad = torch.randn(p.shape, generator=generator).cuda()
+
+    (params, optimizer, prep), (eager_params, eager, eager_prep) = make(), make()
+    if prep.reason is not None and cls is Adagrad:
+        pytest.skip(prep.reason)
+    kept: list[Any] = []
+    graph, inputs = None, None
+    seen = set()
+    for number in range(8):
+        for own in (params, eager_params):
+            new_gradients(own, number, kept)
+        with eager_prep.prepared():
+            step(eager_params, eager)
+        gradients = [p.grad for p in params]
+        if number < 2:
+            with prep.prepared():
+                step(params, optimizer)
+            prep.settle(engine)
+            continue
+        if graph is None:
+            inputs = engine.movable(gradients)  # type: ignore[arg-type]
+            for p, s in zip(params, inputs.stand_ins, strict=True):
+                p.grad = s
+            prep.remember()
+            with prep.prepared():
+                graph, _ = engine.capture(lambda: step(params, optimizer))
+            inputs.follow(graph)
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g
+        addresses = [g.data_ptr() for g in gradients]  # type: ignore[union-attr]
+        seen.add(tuple(addresses))
+        assert inputs is not None and inputs.fit(addresses)
+        inputs.take(gradients, addresses)  # type: ignore[arg-type]
+        prep.sync()
+        graph.replay()
+        for p, q in zip(params, eager_params, strict=True):
+            assert torch.equal(p, q), f"step {number}"
+            assert torch.equal(p.grad, q.grad), f"step {number}"  # type: ignore[arg-type]
+    assert len(seen) == 6
+    assert graph is not None and inputs is not None
+    graph.close()
+    inputs.close()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_checkpoint_of_prepared_training_is_that_of_plain_training(
     cls: type[Optimizer], options: dict[str, Any], engine: CudaEngine

@@ -122,10 +122,8 @@ _NO_TRAINING_SAYS = (
     "pygraph_train/__main__.py",
     "pygraph_train/diagnosis",  # doctor and explain
     "explained.py",
-    "pygraph_train/graphs/indirection.py",  # graphs that find their inputs through pointers: no training has them
+    "pygraph_train/graphs/indirection.py",  # told at the level of INFO: copies take the place of pointers
     "pygraph_train/graphs/nodes.py",
-    "pygraph_train/graphs/patch.py",
-    "retarget.py",
     "pygraph_train/report/table.py",  # rows, which docs/report.md explains
     "pygraph_train/report/printing.py",
     "pygraph_train/report/backend_report.py",

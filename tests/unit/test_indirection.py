@@ -1,4 +1,4 @@
-"""Pointer indirection: which pointers are found, which inputs are refused, and that patches add up.
+"""Parameter indirection: which pointers are found, what is refused, and that new addresses are written.
 
 The parameters of captured kernels are made by hand here.
 """
@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pygraph_train.graphs import IndirectionUnavailable, nodes, patch
-from pygraph_train.graphs.indirection import Discovery, Slot, discover
+from pygraph_train.graphs import IndirectionUnavailable, indirection, nodes, parameters
+from pygraph_train.graphs.indirection import MovableInputs, Pointer, find_pointers
 from pygraph_train.graphs.memory import AddressRange
 from pygraph_train.graphs.nodes import Node
+from pygraph_train.graphs.parameters import KernelParameters
 
 pytestmark = pytest.mark.quick
 
-
-OLD, NEW = 0x7F12_3400_0000, 0x7F56_7800_0000  # where input 0 lies in the two captures
-OTHER_OLD, OTHER_NEW = 0x7F12_3480_0000, 0x7F56_7A00_0000
+ONE, TWO = 0x5A31_7000_0200, 0x5A31_7000_2400  # where the stand-ins lie
 SIZE = 4096
-RANGES = ([AddressRange(OLD, SIZE)], [AddressRange(NEW, SIZE)])
-TWO = (
-    [AddressRange(OLD, SIZE), AddressRange(OTHER_OLD, SIZE)],
-    [AddressRange(NEW, SIZE), AddressRange(OTHER_NEW, SIZE)],
-)
+RANGES = [AddressRange(ONE, SIZE), AddressRange(TWO, SIZE)]
 
 
 def kernel(*blocks: bytes | tuple[int, bytes], name: str = "k", **more: Any) -> Node:
@@ -46,170 +41,80 @@ def word(value: int) -> bytes:
     return struct.pack("<Q", value)
 
 
-def both(make: Callable[[int, int], Sequence[Node]], ranges: Any = TWO) -> Discovery:
-    """Discover in two captures that differ in the addresses of the two inputs."""
-    return discover(make(OLD, OTHER_OLD), make(NEW, OTHER_NEW), *ranges)
+BOTH = kernel(word(ONE), word(TWO))
 
 
 def test_pointers_in_separate_parameters_are_found() -> None:
-    found = both(lambda a, b: [kernel(word(b), word(a), struct.pack("<i", 7)), kernel(word(a))])
-    assert found.served == {0, 1} and not found.unserved
-    assert found.slots == (Slot(0, 0, 1, 0), Slot(0, 8, 0, 0), Slot(1, 0, 0, 0))
+    found = find_pointers([kernel(word(TWO), word(ONE), struct.pack("<i", 7)), kernel(word(ONE))], RANGES)
+    assert found == [Pointer(0, 0, 1, 0), Pointer(0, 8, 0, 0), Pointer(1, 0, 0, 0)]
 
 
 def test_pointers_in_packed_parameters_and_structs_are_found() -> None:
-    struct_of = "<iiQdQ"
-    found = both(
-        lambda a, b: [kernel(struct.pack(struct_of, 3, 4, a, 0.5, b)), kernel(bytes(1000) + word(b))]
-    )
-    assert found.slots == (Slot(0, 8, 0, 0), Slot(0, 24, 1, 0), Slot(1, 1000, 1, 0))
+    packed = struct.pack("<iiQdQ", 3, 4, ONE, 0.5, TWO)
+    found = find_pointers([kernel(packed), kernel(bytes(1000) + word(TWO))], RANGES)
+    assert found == [Pointer(0, 8, 0, 0), Pointer(0, 24, 1, 0), Pointer(1, 1000, 1, 0)]
 
 
-def test_tensor_map_that_holds_the_address_several_times_is_found() -> None:
+def test_a_tensor_map_that_holds_the_address_several_times_is_found() -> None:
     def tensor_map(address: int) -> bytes:
         return word(address) + bytes(range(120))
 
-    found = both(lambda a, b: [kernel(tensor_map(a) + word(a) + tensor_map(b) + word(a + 64) + word(b))])
-    assert [(slot.offset, slot.input, slot.delta) for slot in found.slots] == [
+    found = find_pointers([kernel(tensor_map(ONE) + word(ONE) + word(ONE + 64) + word(TWO))], RANGES)
+    assert [(p.offset, p.input, p.delta) for p in found] == [
         (0, 0, 0),
         (128, 0, 0),
-        (136, 1, 0),
-        (264, 0, 64),
-        (272, 1, 0),
+        (136, 0, 64),
+        (144, 1, 0),
     ]
-    assert found.served == {0, 1}
 
 
-def test_interior_pointer_keeps_its_distance() -> None:
-    found = both(lambda a, b: [kernel(word(a + 520), word(b))])
-    assert found.slots[0] == Slot(0, 0, 0, 520)
+def test_a_pointer_into_an_input_keeps_its_distance() -> None:
+    assert find_pointers([kernel(word(ONE + 520), word(TWO))], RANGES)[0] == Pointer(0, 0, 0, 520)
 
 
-def test_parameter_block_at_a_multiple_of_four_is_found() -> None:
-    found = both(lambda a, b: [kernel((0, bytes(4)), (4, word(a))), kernel((4, bytes(4) + word(b)))])
-    assert found.slots == (Slot(0, 4, 0, 0), Slot(1, 8, 1, 0))
+def test_numbers_and_other_addresses_are_none() -> None:
+    more = kernel(word(0x7F12_3400_0000), struct.pack("<ii", 1, 2), word(4096), bytes(3), word(2**64 - 1))
+    assert len(find_pointers([BOTH, more], RANGES)) == 2
 
 
-def test_number_that_looks_like_an_address_is_no_slot() -> None:
-    found = both(lambda a, b: [kernel(word(a), word(b), word(OLD + 8))])
-    assert found.served == {0, 1}
-    assert all(slot.offset != 16 for slot in found.slots)
+def test_a_value_across_two_blocks_is_none() -> None:
+    parts = kernel((0, word(ONE)[:4]), (4, word(ONE)[4:]))
+    assert len(find_pointers([BOTH, parts], RANGES)) == 2
 
 
-def test_address_that_moved_otherwise_than_its_input_is_refused() -> None:
-    first = [kernel(word(OLD), word(OLD + 8))]
-    found = discover(first, [kernel(word(NEW), word(NEW + 16))], *RANGES)
-    assert not found.served and "did not move" in found.unserved[0]
+def test_an_empty_input_needs_no_pointer() -> None:
+    empty = AddressRange(TWO + 2 * SIZE, 0)
+    assert len(find_pointers([BOTH], [*RANGES, empty])) == 2
 
 
-def test_address_that_only_the_second_capture_holds_is_refused() -> None:
-    found = discover([kernel(word(OLD), word(5))], [kernel(word(NEW), word(NEW + 16))], *RANGES)
-    assert not found.served and "did not move" in found.unserved[0]
-
-
-@pytest.mark.parametrize("distance", [SIZE, -64], ids=["one past the end", "before the start"])
-def test_pointer_just_outside_is_no_slot_and_refuses_the_input(distance: int) -> None:
-    found = both(lambda a, b: [kernel(word(a), word(a + distance), word(b))])
-    assert found.served == {1}
-    assert "just outside" in found.unserved[0]
-
-
-def test_memory_next_to_an_input_that_stays_is_nobodys() -> None:
-    found = both(lambda a, b: [kernel(word(a), word(OLD + SIZE), word(b))])
-    assert found.served == {0, 1} and len(found.slots) == 2
-
-
-def test_unaligned_pointer_refuses_the_input() -> None:
-    found = both(lambda a, b: [kernel(word(a), word(b), bytes(3) + word(a) + bytes(5))])
-    assert found.served == {1}
-    assert "not aligned" in found.unserved[0]
-
-
-def test_value_across_two_blocks_is_none() -> None:
-    low, high = word(OLD)[:4], word(OLD)[4:]
-    found = both(lambda a, b: [kernel(word(a), word(b), (16, bytes(4) + low), (24, high))])
-    assert found.served == {0, 1}
-
-
-def test_copies_and_fills_are_found() -> None:
-    def captured(a: int, b: int) -> list[Node]:
-        copy = Node("memcpy", shape=(64, 1, 1), blocks=((0, word(b) + word(a)),))
-        return [copy, Node("memset", shape=(1, 64, 1, 0), blocks=((0, word(b)),))]
-
-    found = both(captured)
-    assert found.slots == (Slot(0, 0, 1, 0), Slot(0, 8, 0, 0), Slot(1, 0, 1, 0))
-
-
-def test_two_dimensional_copy_refuses_the_input() -> None:
-    def captured(a: int, b: int) -> list[Node]:
-        return [
-            Node("memcpy", shape=(64, 4, 1), blocks=((0, word(5) + word(a)),), patchable=False),
-            kernel(word(b)),
-        ]
-
-    found = both(captured)
-    assert found.served == {1} and "cannot be changed" in found.unserved[0]
+COPY = Node("memcpy", blocks=((0, word(TWO) + word(5)),))
+FILL = Node("memset", blocks=((0, word(TWO)),))
 
 
 @pytest.mark.parametrize(
-    "second",
+    ("more", "why"),
     [
-        [kernel(word(NEW))],
-        [kernel(word(NEW)), kernel(word(1), name="other")],
-        [kernel(word(NEW)), kernel(word(1), word(2))],
-        [kernel(word(NEW)), Node("memset", blocks=((0, word(1)),))],
+        (kernel(word(ONE + SIZE)), "just outside"),
+        (kernel(word(ONE - 64)), "just outside"),
+        (kernel(word(TWO + SIZE + 8)), "just outside"),
+        (kernel((0, bytes(4)), (4, word(ONE))), "cannot be replaced"),
+        (kernel(bytes(3) + word(ONE)), "cannot be replaced"),
+        (COPY, "cannot be replaced"),
+        (FILL, "cannot be replaced"),
+        (Node("other", "HOST", readable=False), "cannot be read"),
     ],
-    ids=["count", "name", "parameters", "kind"],
 )
-def test_captures_of_different_work_serve_nothing(second: list[Node]) -> None:
-    found = discover([kernel(word(OLD)), kernel(word(1))], second, *RANGES)
-    assert not found.served and not found.slots
-    assert "differ" in found.unserved[0]
+def test_what_is_refused(more: Node, why: str) -> None:
+    with pytest.raises(IndirectionUnavailable, match=why):
+        find_pointers([BOTH, more], RANGES)
 
 
-def test_unreadable_node_serves_nothing() -> None:
-    found = both(lambda a, b: [kernel(word(a), word(b)), Node("other", "HOST", readable=False)])
-    assert not found.served
-    assert "node 1 (other HOST) cannot be read" in found.unserved[0]
+def test_an_input_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(IndirectionUnavailable, match="no captured operation holds"):
+        find_pointers([kernel(word(ONE))], RANGES)
 
 
-def test_inputs_that_share_memory_are_refused() -> None:
-    ranges = tuple([*given, AddressRange(given[0].address + 1024, 512)] for given in TWO)
-    found = both(lambda a, b: [kernel(word(a), word(b), word(a + 1024))], ranges)
-    assert found.served == {1}
-    assert "overlaps input 2" in found.unserved[0] and "overlaps input 0" in found.unserved[2]
-
-
-def test_input_that_stayed_is_empty_or_is_not_used_is_refused() -> None:
-    first = [
-        AddressRange(OLD, SIZE),
-        AddressRange(OTHER_OLD, SIZE),
-        AddressRange(0, 0),
-        AddressRange(1 << 40, 8),
-    ]
-    second = [
-        AddressRange(OLD, SIZE),
-        AddressRange(OTHER_NEW, SIZE),
-        AddressRange(0, 0),
-        AddressRange(1 << 41, 8),
-    ]
-    found = discover(
-        [kernel(word(OLD), word(OTHER_OLD))], [kernel(word(OLD), word(OTHER_NEW))], first, second
-    )
-    assert found.served == {1}
-    assert "same address" in found.unserved[0]
-    assert "no memory" in found.unserved[2]
-    assert "no captured operation" in found.unserved[3]
-
-
-def test_alignment_of_the_capture_is_recorded() -> None:
-    first = [AddressRange(OLD, 64), AddressRange(OTHER_OLD + 4, 64)]
-    second = [AddressRange(NEW, 64), AddressRange(OTHER_NEW + 4, 64)]
-    found = both(lambda a, b: [kernel(word(a), word(b + 4))], (first, second))
-    assert found.alignment == (16, 4)
-
-
-# --- reading and patching nodes, with a driver made by hand ------------------------------------------
+# --- reading and writing nodes, with a driver made by hand -------------------------------------------
 
 
 class Driver:
@@ -268,14 +173,34 @@ class Driver:
 class FakeGraph:
     raw, raw_exec = 1, 2
 
-    def instantiate(self) -> None: ...
+    def __init__(self) -> None:
+        self.kept: dict[int, KernelParameters] = {}
+
+    def read(self) -> tuple[Node, ...]:
+        return nodes.read_nodes(self.raw)
+
+    def parameters(self, handle: int) -> KernelParameters:
+        self.kept[handle] = self.kept.get(handle) or KernelParameters(self.raw_exec, handle)
+        return self.kept[handle]
+
+
+class Range:
+    """In the place of addresses of a GPU."""
+
+    address = 0x5A31_7000_0000
+    closed = False
+
+    def __init__(self, nbytes: int, device: int) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
 def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bytes], bytes], Driver]:
     def install(separate: list[bytes], packed: bytes) -> Driver:
         made = Driver(separate, packed)
-        for module in (nodes, patch):
+        for module in (nodes, indirection, parameters):
             monkeypatch.setattr(module, "driver", lambda: made)
         return made
 
@@ -283,14 +208,14 @@ def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bytes], bytes],
 
 
 def test_both_ways_of_passing_parameters_are_read(driver_of: Any) -> None:
-    driver_of([word(OLD), struct.pack("<i", 5)], bytes(12) + word(OLD))
+    driver_of([word(ONE), struct.pack("<i", 5)], bytes(12) + word(ONE))
     separate, packed = nodes.read_nodes(1)
-    assert separate.name == "kernel7" and separate.blocks == ((0, word(OLD)), (8, struct.pack("<i", 5)))
-    assert packed.blocks == ((0, bytes(12) + word(OLD)),)
+    assert separate.name == "kernel7" and separate.blocks == ((0, word(ONE)), (8, struct.pack("<i", 5)))
+    assert packed.blocks == ((0, bytes(12) + word(ONE)),)
 
 
 def test_node_of_an_unknown_kind_is_unreadable_and_an_event_is_harmless(driver_of: Any) -> None:
-    driver = driver_of([word(OLD)], word(OLD))
+    driver = driver_of([word(ONE)], word(ONE))
     driver.kinds = [
         Driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST,
         Driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_EMPTY,
@@ -299,39 +224,77 @@ def test_node_of_an_unknown_kind_is_unreadable_and_an_event_is_harmless(driver_o
     assert not host.readable and empty.readable
 
 
-def test_successive_host_patches_add_up(driver_of: Any) -> None:
-    def captured(a: int, b: int) -> Driver:
-        return driver_of(
-            [word(a), struct.pack("<i", 5), word(b + 8)], bytes(12) + word(b) + bytes(4) + word(a)
-        )
+def movable(monkeypatch: pytest.MonkeyPatch, *inputs: torch.Tensor) -> MovableInputs:
+    monkeypatch.setattr(indirection, "_RepeatedMemory", Range)
+    monkeypatch.setattr(indirection, "tensor_at", lambda address, like, nbytes: address)
+    return MovableInputs(inputs)
 
-    captured(OLD, OTHER_OLD)
-    first = nodes.read_nodes(1)
-    driver = captured(NEW, OTHER_NEW)
-    slots = (Slot(0, 0, 0, 0), Slot(0, 16, 1, 8), Slot(1, 12, 1, 0), Slot(1, 24, 0, 0))
-    second = nodes.read_nodes(1)
-    # 12 is no place where a compiler puts a pointer, but the patcher can write there
-    found = discover(first, second, *TWO)
-    assert "not aligned" in found.unserved[1]
-    patcher = patch.HostPatcher(FakeGraph(), Discovery(slots, frozenset({0, 1}), {}, (16, 16)))
-    patcher.patch({0: 0x1000})
-    patcher.patch({1: 0x2000})
+
+def test_addresses_of_inputs_are_written_and_the_other_parameters_stay(
+    driver_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = movable(monkeypatch, torch.zeros(64), torch.zeros(64))
+    one, two = inputs.stand_ins
+    driver = driver_of([word(one), struct.pack("<i", 5), word(two + 8)], bytes(8) + word(two) + word(9))
+    captured, graph = nodes.read_nodes(1), FakeGraph()
+    inputs.follow(graph)
+    inputs.take((), [0x1000, 0x2000])
     assert driver.seen[0] == word(0x1000) + struct.pack("<i", 5) + word(0x2008)
-    assert driver.seen[1] == bytes(12) + word(0x2000) + bytes(4) + word(0x1000)
-    assert nodes.read_nodes(1) == second, "the graph's own memory was written to"
-    patcher.close()
+    assert driver.seen[1] == bytes(8) + word(0x2000) + word(9)
+    driver.seen.clear()
+    inputs.take((), [0x1000, 0x2000])
+    assert not driver.seen, "nothing has moved"
+    inputs.take((), [0x3000, 0x2000])
+    assert driver.seen == {0: word(0x3000) + struct.pack("<i", 5) + word(0x2008)}, "the other kernel has none"
+    assert nodes.read_nodes(1) == captured, "the graph's own memory was written to"
+    memory = inputs._memory
+    inputs.close()
+    assert memory.closed  # type: ignore[union-attr]
 
 
-def test_refused_host_patch_raises(driver_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = driver_of([word(OLD)], word(OLD))
+def test_what_else_writes_to_a_kernel_keeps_the_addresses(
+    driver_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = movable(monkeypatch, torch.zeros(64))
+    driver = driver_of([word(inputs.stand_ins[0]), struct.pack("<i", 5)], bytes(8))
+    graph = FakeGraph()
+    inputs.follow(graph)
+    inputs.take((), [0x1000])
+    graph.parameters(0).memory[8] = 6
+    graph.parameters(0).update()
+    assert driver.seen[0] == word(0x1000) + struct.pack("<i", 6)
+
+
+def test_all_addresses_are_written_again_after_a_refusal(
+    driver_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = movable(monkeypatch, torch.zeros(64), torch.zeros(64))
+    one, two = inputs.stand_ins
+    driver = driver_of([word(one)], word(two))
+    inputs.follow(FakeGraph())
+    inputs.take((), [0x1000, 0x2000])
 
     class Refusal(int):
         name = "CUDA_ERROR_INVALID_VALUE"
 
-    monkeypatch.setattr(driver, "cuGraphExecKernelNodeSetParams", lambda *_: (Refusal(1),), raising=True)
-    patcher = patch.HostPatcher(FakeGraph(), Discovery((Slot(0, 0, 0, 0),), frozenset({0}), {}, (16,)))
-    with pytest.raises(patch.PatchError, match="CUDA_ERROR_INVALID_VALUE"):
-        patcher.patch({0: 64})
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "cuGraphExecKernelNodeSetParams", lambda *_: (Refusal(1),), raising=True)
+        for kernel in inputs._kernels:
+            patched.setattr(kernel.parameters, "_set", driver.cuGraphExecKernelNodeSetParams)
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+            inputs.take((), [0x1000, 0x3000])
+    driver.seen.clear()
+    inputs.take((), [0x1000, 0x2000])
+    assert driver.seen == {0: word(0x1000), 1: word(0x2000)}
+
+
+def test_an_address_keeps_the_alignment_of_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(65)
+    inputs = movable(monkeypatch, memory[:64], memory[1:])
+    aligned, shifted = memory.data_ptr() & 15, memory[1:].data_ptr() & 15
+    assert [address & 15 for address in inputs.stand_ins] == [aligned, shifted]
+    assert inputs.fit([0x1000, 0x2000]) and inputs.fit([0x1000, 0x2004])
+    assert not inputs.fit([0x1004, 0x2000]) or aligned
 
 
 def test_machine_without_a_driver_is_told_in_a_sentence() -> None:
@@ -339,3 +302,5 @@ def test_machine_without_a_driver_is_told_in_a_sentence() -> None:
         pytest.skip("there is a driver here")
     with pytest.raises(IndirectionUnavailable, match="pointer indirection needs"):
         nodes.read_nodes(1)
+    with pytest.raises(IndirectionUnavailable, match="pointer indirection needs"):
+        MovableInputs([torch.zeros(4)])

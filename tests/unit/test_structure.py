@@ -21,7 +21,7 @@ LEVELS = (
     ("boundary",),
     ("torch_private",),
     ("graphs", "parallel", "putting_back", "report", "verification"),
-    ("core", "gradients"),
+    ("core",),
     ("optimizers",),
     ("step",),
     ("backend", "diagnosis"),
