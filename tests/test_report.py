@@ -217,13 +217,13 @@ def test_the_first_line_says_how_much_faster_a_step_is(measured: StepReport) -> 
     ran = "400 of 400 training steps (100%) ran from graphs, as plan {F} {B} {O}"
     assert measured.headline() == f"{ran}. Nothing stands in the way of more."
     assert "step without graph" not in dict(measured.rows()), "no such step was timed"
-    measured.timed(0.0057, 0.012)
+    measured.timed(0.0057, 0.012, 0.003)
     assert measured.headline() == (
         f"{ran}, 2.0 times as fast as before (12.00 ms a step, now 6.00 ms). Nothing stands in the way of more."
     )
-    measured.timed(0.010, 0.012)
+    measured.timed(0.010, 0.012, 0.003)
     assert "(12.00 ms a step, now 10.00 ms)" in measured.headline(), "the host runs ahead of the GPU"
-    measured.timed(0.015, 0.012)
+    measured.timed(0.015, 0.012, 0.003)
     assert "; a step takes 15.00 ms, and 12.00 ms without a graph." in measured.headline()
     rows = dict(measured.rows())
     assert rows["step with graph"].startswith("15.00 ms") and rows["speed-up"] == "0.80x"
@@ -231,7 +231,7 @@ def test_the_first_line_says_how_much_faster_a_step_is(measured: StepReport) -> 
 
 
 def test_steps_that_are_faster_without_graphs_are_told(measured: StepReport) -> None:
-    measured.timed(0.009, 0.0075)
+    measured.timed(0.009, 0.0075, 0.003)
     measured.runs_with(NOTHING)
     measured.fell_back(Fallback("steps are faster without graphs: 7.50 instead of 9.00 ms", None, "", 33))
     assert measured.headline() == (

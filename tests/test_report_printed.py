@@ -108,7 +108,7 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     ),
     "a layer that no graph holds": (
         lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
-        r"None of the 40 training steps ran from graphs. In the way of more: a part of the step runs without a graph: "
+        r"None of the 40 training steps ran from graphs. In the way of graphs: a part of the step runs without a graph: "
         r"a gradient is sparse, .*",
     ),
     "a stock loop": (
@@ -306,7 +306,7 @@ def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     report.note("a note")
     report.compared(1.0, audit=True)
     report.captured(CaptureRecord("{O}", 0.1, 5, False, 3))
-    report.timed(0.1, 0.5)
+    report.timed(0.1, 0.5, 0.4)
     report.replayed(4, since_start=1.0, interval=0.1)
     names = {name for name, _ in report.rows(verbose=True)} | {"graphed step name"}
     assert {"captured {O}", "peak memory", "speed-up", "verified", "without a graph", "note"} <= names

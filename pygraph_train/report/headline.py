@@ -79,6 +79,17 @@ class Headline:
             return f"; a step takes {now:.2f} ms, and {before:.2f} ms without a graph"
         return f", {ratio:.1f} times as fast as before ({before:.2f} ms a step, now {now:.2f} ms)"
 
+    def _where_time_goes(self) -> str:
+        """Where graphs save little though all phases are in one: how much of a step they were."""
+        timed = [part for part in self._parts if part.steps]
+        ratio, work = (timed[0].speedup, timed[0].worked_seconds) if len(timed) == 1 else (None, None)
+        if ratio is None or ratio >= _LITTLE or work is None:
+            return ""
+        told = f"forward, backward and update took the host {work * 1e3:.2f} ms of a step without graphs"
+        if work < 0.5 * (timed[0].ms_without_graph or 0.0) / 1e3:
+            return f"Nothing more can be in graphs: {told}. Other Python and data loading took the rest."
+        return f"Nothing more can be in graphs: {told}, and replaying a small model takes nearly as long."
+
     def _what_is_in_the_way(self) -> str:
         total = self._total
         if self._report.why_no_step:
@@ -88,14 +99,14 @@ class Headline:
         if not total.has_optimizer and Phase.OPTIMIZER in missing:
             missing.remove(Phase.OPTIMIZER)
         self._fallback = self._most_important(missing)
-        more = "more" if total.made else "graphs"
+        more = "more" if any(map(total.phase, Phase)) else "graphs"
         if self._fallback is None and not missing:
             more = "a single graph for the forward"
             self._fallback = next((cut for part in self._parts for cut in part.cuts), None)
         if self._fallback is not None:
             return f"In the way of {more}: {_reason_with_place(self._fallback)}"
         if not missing:
-            return "Nothing stands in the way of more."
+            return self._where_time_goes() or "Nothing stands in the way of more."
         self._other = next((note for part in self._parts for note in part.notes), "")
         if self._other or not total.made:
             return _sentence(self._other)
@@ -117,6 +128,10 @@ class Headline:
         alone = list(missing) == [Phase.OPTIMIZER]
         wanted = [f for f in fallbacks if f.reason.startswith("the optimizer") == alone]
         return next(iter(wanted or fallbacks), None)
+
+
+_LITTLE = 1.1
+"""A smaller speed-up is explained."""
 
 
 def _figure_of(progress: Progress) -> str:

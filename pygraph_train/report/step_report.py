@@ -87,6 +87,7 @@ class StepReport(Printed):
     notes: list[str] = field(default_factory=list)
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     trial_seconds: tuple[float, float] | None = None  # of a step with graphs, and of one without
+    worked_seconds: float | None = None  # of the host in forward, backward and update of one without
     _progress: Progress = field(default_factory=Progress, repr=False)
     _settled: Plan = field(default=NOTHING, repr=False)
 
@@ -130,9 +131,9 @@ class StepReport(Printed):
         """Why the latest update had no graph, where later ones may have; "" where it had one."""
         self.update_waits = why
 
-    def timed(self, with_graphs: float, without: float) -> None:
-        """Steps with graphs and steps without were timed, one kind after the other. Seconds of one step."""
-        self.trial_seconds = with_graphs, without
+    def timed(self, with_graphs: float, without: float, work: float) -> None:
+        """See `Chooser`: steps with graphs and steps without were timed. Seconds of one step."""
+        self.trial_seconds, self.worked_seconds = (with_graphs, without), work
 
     def compared(self, seconds: float, *, audit: bool) -> None:
         """A replay was compared with the step without a graph: the first one of a capture, or a later one (`audit`)."""

@@ -6,6 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
+import torch
+from torch import nn
+
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
@@ -27,11 +30,15 @@ _COST, _COST_OF_HOST, _MARGIN = 1.0, 150, 1.5
 pay where the number of steps is known.
 """
 
-_SAVED, _OF_CALL = 0.75, 4e-4
+_SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
 """What graphs save of the host's time in forward, backward and update: this share (0.58 to 0.82 of five of
-benchmarks.recipes), less these seconds for each call that is replayed (0.3 ms to 0.5 ms on an H200). Data loading and
-logs take as long as before.
+benchmarks.recipes), less what replaying takes for each call with its backward and for each update: so many times what
+the host needs to call an empty module (2.2 microseconds where a call took 420; others are half as fast). Data loading
+and logs take as long as before.
 """
+
+_UNKNOWN = 1000
+"""So many steps are left at least where nobody knows, and at least as many as there were."""
 
 _LITTLE = 0.05
 """Graphs that would save a smaller share of a step are not made."""
@@ -42,7 +49,7 @@ Dynamo traces again.
 """
 
 
-def _nobody(with_graphs: float, without: float) -> None:
+def _nobody(with_graphs: float, without: float, work: float) -> None:
     pass
 
 
@@ -51,11 +58,14 @@ class Chooser:
 
     Args:
         engine: where graphs are made.
-        timed: called with the seconds of a step with graphs, and of one without.
+        timed: called with the seconds of a step with graphs, and of one without, and of the latter those of the host in
+            forward, backward and update.
         left: how many further steps there will be, infinity where nobody knows.
+        empty: seconds of the host in a call of an empty module.
 
     Attributes:
         plain: whether the next step has to run without graphs.
+        waits: whether this is so because graphs would pay too late.
         settled: whether Dynamo must not trace in the next step. A last batch with fewer rows costs as much to trace as
             hundreds of such steps, so rare steps run as they are written.
     """
@@ -63,19 +73,22 @@ class Chooser:
     def __init__(
         self,
         engine: Engine,
-        timed: Callable[[float, float], None] = _nobody,
+        timed: Callable[[float, float, float], None] = _nobody,
         left: Callable[[], float] = lambda: math.inf,
+        empty: float = 2e-6,
     ) -> None:
-        self.plain, self.settled = True, False
+        self.plain, self.settled, self.waits = True, False, False
         self._engine, self._timed, self._left = engine, timed, left
         self._steps = self._alike = self._traces = 0
         self._quiet = self._missed = self._in_a_row = 0
         self._parts = math.inf  # the fewest in a step, since Dynamo last traced
-        self._work, self._calls = 0.0, 0  # of the present step
+        self._empty, self._wanted = empty, 0
+        self._work, self._calls, self._updates = 0.0, 0, 0  # of the present step
         self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs, of what graphs would save
         self._host = self._without = self._with = self._saves = math.inf
+        self._worked = math.inf  # of the host in forward, backward and update of a plain step
 
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
@@ -85,11 +98,12 @@ class Chooser:
         """The host has worked in a plain step on what graphs would replay.
 
         Args:
-            seconds: in forward, backward or update.
-            calls: how many replays that would be, each with its backward.
+            seconds: in forward, backward or update; below zero for what no graph replaces.
+            calls: how many replays that would be, each with its backward; 0 for an update.
         """
         self._work += seconds
         self._calls += calls
+        self._updates += not calls and seconds > 0
 
     def step_ended(self, replayed: bool, parts: int, traces: int) -> Problem | None:
         """A step has ended. Hot path.
@@ -101,15 +115,23 @@ class Chooser:
         Returns:
             Why no further step is to have graphs, None while they may.
         """
+        if self.waits:
+            self._steps += 1
+            if self._steps >= self._wanted:
+                self.plain = self.waits = False
+                self._traces, self._began = traces, time.perf_counter()
+            return None
         if self.plain:
             self._steps += 1
             host, whole = self._interval()
             self._host, self._without = min(self._host, host), min(self._without, whole)
             saves = _SAVED * host
             if self._steps > 1 and self._calls:
-                saves = min(saves, _SAVED * self._work - _OF_CALL * self._calls)
+                replaying = self._empty * (_OF_CALL * self._calls + _OF_UPDATE * self._updates)
+                saves = min(saves, _SAVED * self._work - replaying)
+                self._worked = min(self._worked, self._work)
             self._saves = min(self._saves, saves)
-            self._work, self._calls = 0.0, 0
+            self._work, self._calls, self._updates = 0.0, 0, 0
             self.plain = self._steps < _PLAIN
             self._traces = traces
             return None if self.plain else self._why_none()
@@ -169,13 +191,17 @@ class Chooser:
             ms = f"at most {max(self._saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
             return Problem(f"graphs would save little: {ms}", fix=_ON)
         fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / self._saves), self._left()
+        if left == math.inf and fewest > _UNKNOWN:
+            self.plain, self.waits, self._wanted = True, True, fewest
+            late = f"graphs pay after some {fewest} steps, and nobody knows how many are left"
+            return Problem(f"{late}: they come after as many", fix=_ON)
         if left >= fewest:
             return None
         return Problem(f"{left:.0f} steps are left, and graphs pay after some {fewest} steps", fix=_ON)
 
     def _why_no_more(self, replayed: bool) -> Problem | None:
         if replayed and self._with < math.inf:
-            self._timed(self._with, self._without)
+            self._timed(self._with, self._without, min(self._worked, self._without))
         if self._with <= 0.98 * self._without:
             return None
         ms = f"{self._without * 1e3:.2f} instead of {self._with * 1e3:.2f} ms"
@@ -191,8 +217,22 @@ RARE = Problem(
 
 
 def chooser_for(
-    config: PyGraphConfig, engine: Engine, timed: Callable[[float, float], None], left: Callable[[], float]
+    config: PyGraphConfig,
+    engine: Engine,
+    timed: Callable[[float, float, float], None],
+    left: Callable[[], float],
 ) -> Chooser | None:
     """None where graphs are made in any case: times of the emulated engine say nothing."""
     asked = config.forward == "on" or config.on_failure == "raise"
-    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left)
+    return None if asked or engine.name != "cuda" else Chooser(engine, timed, left, _of_an_empty_call())
+
+
+def _of_an_empty_call() -> float:
+    """Seconds of the host in a call of an empty module: the best of ten rows of twenty."""
+    module, x, least = nn.Identity(), torch.empty(0), math.inf
+    for _ in range(10):
+        began = time.perf_counter()
+        for _ in range(20):
+            module(x)
+        least = min(least, (time.perf_counter() - began) / 20)
+    return least

@@ -167,7 +167,8 @@ class Loop:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
                 call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
-                call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
+                if self._chooser is not None:
+                    call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
                 self._calls.add(call)
 
     def take_optimizer(
@@ -342,7 +343,8 @@ class Loop:
             self._tell(RARE)
         if regions and self._chooser is not None:
             self._choose(self._chooser, graphed, parts)
-        self._silent = 0 if replays or not regions else self._silent + 1
+        waits = self._chooser is not None and self._chooser.waits
+        self._silent = 0 if replays or waits or not regions else self._silent + 1
         if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
             self._break_silence(called=called)
         elif self._silent >= _HOPE and called:
@@ -364,11 +366,15 @@ class Loop:
             call.settle(chooser.settled)
         if why is not None:
             self._tell(why)
+        if chooser.waits:
+            for call in self._calls if why is not None else ():
+                call.paused = True
+        elif why is not None:
             quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
             self._remove_modules()
         elif before and not chooser.plain:
             for call in self._calls:
-                call.held = 0
+                call.held, call.paused = 0, False
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""

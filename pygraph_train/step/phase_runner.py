@@ -117,7 +117,7 @@ class PhaseRunner:
     @property
     def timing(self) -> bool:
         """Whether the present step is a plain one that is timed."""
-        return self._chooser is not None and self._chooser.plain
+        return self._chooser is not None and self._chooser.plain and not self._chooser.waits
 
     def worked(self, seconds: float, calls: int = 0) -> None:
         """See `Chooser.worked`; seconds below zero for what no graph replaces."""
@@ -240,7 +240,7 @@ class PhaseRunner:
         if chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
         if (why := chooser.step_ended(graphed, regions.parts, traces())) is not None:
-            self.stop(why)
+            self.stop(why) if not chooser.waits else training.note(why)
 
     # -- what else loops ask -----------------------------------------------------------------------------
 
@@ -257,7 +257,8 @@ class PhaseRunner:
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons and no replay, and more are tried."""
         run = self._training
-        return not self.stopped and run.step >= _HOPE and run.reasons > 0 and not run.replays
+        waits = self._chooser is not None and self._chooser.waits
+        return not (self.stopped or waits) and run.step >= _HOPE and run.reasons > 0 and not run.replays
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""
