@@ -109,7 +109,7 @@ def replication_of(model: nn.Module) -> Replication:
             sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
             return _Shards("FSDP", [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])])
     if any(local_tensor(p) is not p for p in model.parameters()):
-        return _Shards("tensor parallelism")
+        return _Shards("sharding (DTensor)")
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
 

@@ -123,7 +123,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.slow_after(2)
 def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
-    trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=0)
+    trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=12)
 
 
 @pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
@@ -145,7 +145,7 @@ def test_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_blocks_of_shards_with_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
-    trained(ranks, "a_lightning_trainer_by_hand", options={"shard": True}, replays=12, updates=0)
+    trained(ranks, "a_lightning_trainer_by_hand", options={"shard": True}, replays=12, updates=12)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_a_fabric_one_rank_of_which_has_no_graphs(ranks: Ranks, how: str, fails:
 def test_blocks_of_shards_with_accelerate(ranks: Ranks, attach: bool) -> None:
     pytest.importorskip("accelerate")
     options = {"shard": True, "attach": attach}
-    trained(ranks, "an_accelerator", options=options, replays=12, updates=0)
+    trained(ranks, "an_accelerator", options=options, replays=12, updates=12)
 
 
 @pytest.mark.parametrize("way", ["trainer", "callback"])

@@ -67,7 +67,7 @@ def test_parameters_that_are_spread_over_a_mesh_have_no_graphs(tmp_path: Path) -
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
         assert reason(replication_of(model).problem) == (
-            "tensor parallelism gives each process a part of each parameter, and no graph holds a part of a parameter"
+            "sharding (DTensor) gives each process a part of each parameter, and no graph holds a part of a parameter"
         )
     finally:
         distributed.destroy_process_group()
