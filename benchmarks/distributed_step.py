@@ -1,104 +1,136 @@
-"""Step time of a stock Lightning Trainer in several processes: eager, compiled, PyGraph.
+"""Training steps of several processes, one GPU each: plain, and with the library on defaults.
 
-    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --json ddp.json     # one GPU for each process
-    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --strategy fsdp --models gpt2 --json fsdp.json
+    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --json ranks.json
     torchrun --nproc-per-node 2 -m benchmarks.distributed_step --scale tiny        # does the script work? (CPU)
 
-Every process measures; the first one prints and writes. benchmarks/README.md says what the columns mean.
+Every process trains; the first one prints and writes. benchmarks/README.md says what the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
-import warnings
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import accelerate
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import distributed
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
 
+import pygraph_train
 from benchmarks.command import NO_CLAIM, begin_anew, new_parser, new_record, settle, told_in
-from benchmarks.lightning_step import Measurement, TrainedModule, callback_of, train
-from benchmarks.record import DASH, print_table, write_json
-from benchmarks.workloads import WORKLOADS, build
+from benchmarks.record import print_table, write_json
+from benchmarks.workloads import WORKLOADS, Batch, Workload, build
+from pygraph_train import GraphedStep, PyGraph
 
-MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
+LOOPS = ("ddp", "ddp-accumulate", "fsdp")
+WAYS = ("plain", "ours")
+
+Step = Callable[[Batch], Tensor]
 
 
-def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of this rank. A crash is part of the row: the others run into their time-out then."""
-    row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "step_ms": None}
+def measure(model: str, loop: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of this rank, with the sum of all parameters at the end. A crash is part of the row."""
+    row: dict[str, Any] = {"model": model, "loop": loop, "way": way, "error": None}
     begin_anew(args.device)
     with told_in(row, args.timeout_s):
-        row.update(_trained(model, mode, args))
+        workload, device = build(model, args.scale), torch.device(args.device)
+        module = workload.module.to(device)
+        batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
+        torch.manual_seed(distributed.get_rank())
+        options = {} if args.device == "cuda" else {"engine": "emulated"}
+        made = sharded if loop == "fsdp" else replicated
+        step, module, report = made(workload, module, 2 if "accumulate" in loop else 1, way, options)
+        losses, seconds = [], []
+        for batch in itertools.islice(itertools.cycle(batches), args.steps):
+            began = time.perf_counter()
+            losses.append(step(batch))
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        parts = [getattr(p, "_local_tensor", p) for p in module.parameters()]
+        row["sum_of_parameters"] = float(sum(part.detach().double().sum() for part in parts))
+        row["losses"] = torch.stack(losses[-5:]).tolist()
+        row["step_ms"] = statistics.median(seconds[-(len(seconds) // 3) :]) * 1e3
+        row["whole_s"] = sum(seconds)
+        row["report"] = report()
     if args.device == "cuda":
-        row["reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20)
+        row["reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
     return row
 
 
-def _trained(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    ranks = distributed.get_world_size()
-    workload = build(model, args.scale, seed=distributed.get_rank())
-    pygraph = callback_of(mode, args.device)
-    measurement = Measurement(args, pygraph, busy=False)
-    strategy: Any = DDPStrategy(gradient_as_bucket_view=args.bucket_view)
-    if args.strategy == "fsdp":
-        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    module = (ShardedModule if args.strategy == "fsdp" else TrainedModule)(workload, mode)
-    options = {"devices": ranks, "strategy": strategy, "enable_progress_bar": False}
-    train(module, measurement, args, **options)
-    found = {**measurement.losses(), **measurement.results()}
-    if pygraph is not None:
-        found["report"] = pygraph.report().to_dict()
-    return found
+def replicated(workload: Workload, module: nn.Module, accumulate: int, way: str, options: Any) -> Any:
+    """A stock loop of Accelerate: DDP, bf16 autocast, clipping."""
+    known: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulate,
+        "mixed_precision": "bf16",
+        "cpu": "engine" in options,
+    }
+    accelerate.state.AcceleratorState._reset_state()
+    if way == "ours":
+        accelerator = pygraph_train.Accelerator(plugins=[PyGraph(print_report=False, **options)], **known)
+    else:
+        accelerator = accelerate.Accelerator(**known)
+    prepared, optimizer = accelerator.prepare(module, AdamW(module.parameters(), 1e-4, fused=True))
+
+    def step(batch: Batch) -> Tensor:
+        with accelerator.accumulate(prepared):
+            loss = workload.loss(prepared, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step, prepared, lambda: accelerator.pygraph.report().to_dict() if way == "ours" else None
 
 
-def shard(net: torch.nn.Module, mesh: Any) -> None:
-    """Make a unit of each block of the longest list of blocks, and one of the rest."""
-    lists = [m for m in net.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
-    for block in max(lists, key=len) if lists else ():
+def sharded(workload: Workload, module: nn.Module, accumulate: int, way: str, options: Any) -> Any:
+    """A plain loop: each block of the longest list of blocks is a unit of `fully_shard`, and so is the rest."""
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    for block in max(lists, key=len):
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+            fully_shard(block)
+    fully_shard(module)
+    optimizer = AdamW(module.parameters(), 1e-4, fused=True)
 
+    def step(batch: Batch) -> Tensor:
+        with torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16):
+            loss = workload.loss(module, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
-class ShardedModule(TrainedModule):
-    """The workload under `fully_shard`."""
-
-    def configure_model(self) -> None:
-        if not isinstance(self.net, FSDPModule):
-            shard(self.net, self.device_mesh["data_parallel"])
+    if way == "plain":
+        return step, module, lambda: None
+    known = {"model": module, "optimizer": optimizer, "manual_optimization": True, **options}
+    graphed = GraphedStep(step, **known)
+    return graphed, module, lambda: graphed.report().to_dict()
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("--models", default="mlp,bert,gpt2,vit_small", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
-    parser.add_argument(
-        "--strategy", choices=("ddp", "fsdp"), default="ddp", help="replicas or sharded parameters"
-    )
-    parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
-    parser.add_argument("--windows", type=int, default=5, help="timed windows")
-    parser.add_argument("--steps", type=int, default=40, help="steps a window")
-    parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
-    parser.add_argument("--max-warmup", type=int, default=300, help="most steps before timing")
-    parser.add_argument("--timeout-s", type=int, default=300, help="limit of one model in one mode")
+    parser.add_argument("--models", default="bert,gpt2", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--loops", default=",".join(LOOPS), help="comma-separated (default: all)")
+    parser.add_argument("--steps", type=int, default=120, help="batches of a row")
+    parser.add_argument("--timeout-s", type=int, default=120, help="limit of one row")
     args = parser.parse_args(argv)
-    settle(parser, args, models=list(WORKLOADS), modes=MODES)
+    settle(parser, args, models=list(WORKLOADS), loops=LOOPS)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on all ranks; the first one prints one table and writes the JSON."""
     args = parse(argv)
-    warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -106,22 +138,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = distributed.get_rank() == 0
     rows: list[dict[str, Any]] = []
     record = new_record("distributed_step", args) | {"ranks": distributed.get_world_size(), "rows": rows}
-    for model, mode in itertools.product(args.models, args.modes):
-        row = measure(model, mode, args)
-        rows.append(row)
+    for model, loop, way in itertools.product(args.models, args.loops, WAYS):
+        rows.append(measure(model, loop, way, args))
         if first:
             write_json(args.json, record)
-            print(f"{model} {mode}: {row['step_ms']} {row['error'] or ''}"[:300], flush=True)
-        if row["error"]:
+        if rows[-1]["error"]:
             break  # the other ranks may be anywhere
     if first:
-        title = f"{args.strategy.upper()} training step, ms" if record["timing_claim"] else NO_CLAIM
-        by = {(row["model"], row["mode"]): row["step_ms"] for row in rows}
+        columns = ("model", "loop", "way", "step_ms", "whole_s", "reserved_mib", "sum_of_parameters", "error")
         cells = [
-            [model, *(DASH if (ms := by.get((model, mode))) is None else f"{ms:.3f}" for mode in args.modes)]
-            for model in args.models
+            [f"{v:.6g}" if isinstance(v := row.get(c), float) else str(v) for c in columns] for row in rows
         ]
-        print_table(title, ["model", *args.modes], cells)
+        print_table("Training step" if record["timing_claim"] else NO_CLAIM, columns, cells)
     distributed.destroy_process_group()
     return int(any(row["error"] for row in rows))
 
