@@ -108,8 +108,8 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     ),
     "a layer that no graph holds": (
         lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
-        r"None of the 40 training steps ran from graphs. In the way of graphs: a part of the step runs without a graph: "
-        r"a gradient is sparse, .*",
+        r"None of the 40 training steps ran from graphs. In the way of graphs: a part of the step runs without a "
+        r"graph: a gradient is sparse, .*",
     ),
     "a stock loop": (
         accelerated,

@@ -405,6 +405,8 @@ def run_plainly(
         if not isinstance(value, Tensor):
             return value
         copy = value.detach().clone() if position in moving else value.detach()
+        if position not in region.fixed and position not in region.lent:
+            copy = copy.view_as(copy)  # autocast keeps casts of leaves that are no views, as parameters are
         return copy.requires_grad_(value.requires_grad)
 
     inputs = [copied(t, i) for i, t in enumerate(given)]

@@ -867,6 +867,30 @@ def a_mask_is_written_to(case: Case) -> Any:
 # -- models -------------------------------------------------------------------------------------------------
 
 
+@case(16, updates=14)
+def several_layers_read_one_result_behind_a_graph_break_under_autocast(case: Case) -> Any:
+    """Autocast keeps its cast of a parameter, and makes a new one of the result for each layer."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+            self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x).float()
+            break_here()
+            return self.last(hidden + self.one(hidden) * self.other(hidden) + self.one(hidden.tanh()))
+
+    case.model = Broken()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return case.loss(x, y)
+
+    return step
+
+
 @case(16, updates=14, slow=True)
 def a_graph_break_in_the_forward(case: Case) -> Any:
     class Broken(nn.Module):
