@@ -283,43 +283,59 @@ def test_bench_runs_a_script_without_and_with_the_library(
     for run in (without, graphed):
         assert 0 < run["ms_per_step"] < 1e3 * run["seconds"] and run["peak_mib"] > 100
     assert found["ratio"] == without["ms_per_step"] / graphed["ms_per_step"]
-    assert "PYGRAPH_DISABLE is set, so steps run as you wrote them." in without["headline"]
+    assert "run of bench without the library, so steps run as you wrote them." in without["headline"]
     assert "of 24 training steps" in graphed["headline"] and "{F} {B} {O}" in graphed["headline"]
-    assert printed.err.count("training __main__") == 2 and "has caught it" not in printed.err
+    marks = r"== run 1 of 2: without .*?training.*?== run 2 of 2: with .*?training.*?== both runs have ended"
+    assert re.search(marks, printed.err, re.DOTALL) and printed.err.count("training __main__") == 2
+    assert "has caught it" not in printed.err and "PYGRAPH_DISABLE" not in printed.err
 
 
 def test_bench_prints_both_runs_side_by_side() -> None:
-    of_both = {"seconds": 9.0, "steps": 9, "last_loss": None, "peak_mib": 512}
+    of_both = {"seconds": 9.0, "last_loss": None, "steps": 9, "peak_mib": 512, "peak_of": "device"}
     runs = [{"ms_per_step": ms, **of_both, "graphs": 3, "headline": f"headline {ms}"} for ms in (4.0, 2.0)]
     text = str(Comparison(*runs))
-    assert text.startswith("pygraph-train: a step is 2.00 times as fast with the library. The report")
-    assert "headline 2.0" in text and "headline 4.0" not in text
+    assert " ".join(text.split()).startswith(
+        "pygraph-train: A step takes 2.00 ms with the library and 4.00 ms without (2.00 times as fast), "
+        "and the whole run 9.0 s and 9.0 s (1.00 times as fast). without with"
+    )
     table = dict(re.findall(r"^(\S.*?) {2,}(\S.*)$", text, re.MULTILINE))
-    assert table["ms per step"].split() == ["4.0", "2.0"] and table["peak mib"].split() == ["512", "512"]
+    assert table["ms per optimizer step"].split() == ["4.0", "2.0"] and table["optimizer steps"].split() == [
+        "9",
+        "9",
+    ]
+    assert table["peak mib"].split() == ["512", "512"] and table["report with the library"] == "headline 2.0"
+    assert text.endswith("headline 2.0") and "headline 4.0" not in text
 
 
-def test_bench_tells_a_whole_run_that_contradicts_its_steps() -> None:
-    def headline(ms: float, seconds: float) -> str:
-        runs = {"ms_per_step": 2.0, "seconds": 20.0}, {"ms_per_step": ms, "seconds": seconds}
-        return Comparison(*({**run, "graphs": 3, "headline": "h"} for run in runs)).headline()
-
-    assert headline(1.6, 22.0).startswith(
-        "a step is 1.25 times as fast with the library, and the whole run took 1.10 times as long. The report"
+@pytest.mark.parametrize(
+    ("ms", "seconds", "ratios", "rest"),
+    [
+        (1.6, 24.0, ("1.25 times as fast", "1.20 times as long"), " The run gains from some 20000 steps on."),
+        (1.6, 19.0, ("1.25 times as fast", "1.05 times as fast"), ""),
+        (2.5, 18.0, ("1.25 times as long", "1.11 times as fast"), ""),
+        (2.5, 22.0, ("1.25 times as long", "1.10 times as long"), ""),
+    ],
+)
+def test_bench_tells_of_a_step_and_of_the_whole_run(
+    ms: float, seconds: float, ratios: tuple[str, str], rest: str
+) -> None:
+    runs = {"ms_per_step": 2.0, "seconds": 20.0}, {"ms_per_step": ms, "seconds": seconds}
+    text = Comparison(*({**run, "steps": 9600, "graphs": 3, "headline": "h"} for run in runs)).headline()
+    assert text == (
+        f"A step takes {ms:.2f} ms with the library and 2.00 ms without ({ratios[0]}), "
+        f"and the whole run {seconds:.1f} s and 20.0 s ({ratios[1]}).{rest}"
     )
-    assert headline(2.5, 18.0).startswith(
-        "a step is 0.80 times as fast with the library, and the whole run took 0.90 times as long. The report"
-    )
-    assert "whole run" not in headline(1.6, 19.0) and "whole run" not in headline(2.5, 22.0)
 
 
 def test_bench_credits_no_run_without_graphs_with_a_gain(
     training: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = Path(training)
-    script.write_text(script.read_text().replace('"emulated"', '"off"'))
+    script.write_text(script.read_text().replace('"emulated"', '"auto"'))
     assert main(["bench", training, "24"]) == 0
     text = " ".join(capfd.readouterr().out.split())
-    assert "no step ran from a graph, so both runs are the same work" in text and "as fast" not in text
+    assert "No step ran from a graph, so both runs are the same work" in text and "as fast" not in text
+    assert "emulation" not in text
     script.write_text(UNUSED)
     assert main(["bench", training]) == 2
     printed = capfd.readouterr()

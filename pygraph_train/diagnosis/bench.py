@@ -22,13 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.several import OptimizerSet
+from pygraph_train.report import announcements
 from pygraph_train.report.printing import Printed
 from pygraph_train.report.step_report import StepReport
 
 __all__ = ["Comparison", "compare"]
 
 
-_SAME = "no step ran from a graph, so both runs are the same work and the difference of their times is noise"
+_SAME = "No step ran from a graph, so both runs are the same work and the difference of their times is noise"
+_NAMES = {"ms_per_step": "ms per optimizer step", "steps": "optimizer steps"}
+_WITHOUT = "this is the run of bench without the library, so steps run as you wrote them"
 _UNUSED = (
     "uses nothing of pygraph-train, so a run with it would be the same work. Put the library into the script, as the "
     "README shows"
@@ -52,18 +55,34 @@ class Comparison(Printed):
         return {"without": self.without, "with": self.graphed, "ratio": ratio}
 
     def headline(self) -> str:
-        ratio = self.to_dict()["ratio"]
-        told = _SAME if ratio is None else f"a step is {ratio:.2f} times as fast with the library"
-        took = self.graphed["seconds"] / (self.without["seconds"] or 1.0)
-        if ratio is not None and (ratio - 1) * (took - 1) > 0:
-            told += f", and the whole run took {took:.2f} times as long"
-        if "emulated" in self.graphed["headline"]:
-            told = f"{told} (the emulation claims no speed)"
-        return f"{told}. The report of the run with it: {self.graphed['headline']}"
+        if not self.graphed["graphs"]:
+            return f"{_SAME}."
+        of_both = self.graphed, self.without
+        (ms, plain_ms), (seconds, plain_seconds) = (
+            [run[k] for run in of_both] for k in ("ms_per_step", "seconds")
+        )
+        told = (
+            f"A step takes {ms:.2f} ms with the library and {plain_ms:.2f} ms without ({_ratio(ms, plain_ms)}), and "
+            f"the whole run {seconds:.1f} s and {plain_seconds:.1f} s ({_ratio(seconds, plain_seconds)})."
+        )
+        if ms < plain_ms and seconds > plain_seconds:
+            gains = self.graphed["steps"] + 1e3 * (seconds - plain_seconds) / (plain_ms - ms)
+            told += f" The run gains from some {float(f'{gains:.2g}'):.0f} steps on."
+        emulated = "on the emulated engine" in self.graphed["headline"]
+        return f"{told} The emulation claims no speed." if emulated else told
 
     def rows(self) -> list[tuple[str, str]]:
-        pairs = [(key.replace("_", " "), self.without[key], self.graphed[key]) for key in self.without]
-        return [(name, f"{a!s:>12} {b!s:>12}") for name, a, b in [("", "without", "with"), *pairs[:-2]]]
+        rows = [(_NAMES.get(key, key.replace("_", " ")), key) for key in self.without]
+        pairs = [(name, self.without[key], self.graphed[key]) for name, key in rows[:-2]]
+        table = [(name, f"{a!s:>12} {b!s:>12}") for name, a, b in [("", "without", "with"), *pairs]]
+        return [*table, ("report with the library", self.graphed["headline"])]
+
+
+def _ratio(now: float, before: float) -> str:
+    slower = now > before
+    return (
+        f"{(now / before if slower else before / (now or 1.0)):.2f} times as {'long' if slower else 'fast'}"
+    )
 
 
 def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
@@ -75,7 +94,8 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
     if not Path(script).is_file():
         raise ValueError(f"there is no file {script}")
     runs = []
-    for disable in ("1", "0"):
+    for disable, title in ("1", "1 of 2: without"), ("0", "2 of 2: with"):
+        print(f"== run {title} the library ==", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             out, run = Path(folder, "figures"), f"the run of {script} with PYGRAPH_DISABLE={disable}"
             command = [sys.executable, "-m", __spec__.name, str(out), str(steps), script, *arguments]
@@ -87,6 +107,7 @@ def compare(script: str, arguments: Sequence[str], steps: int) -> Comparison:
             raise ValueError(f"{run} made fewer than two steps with optimizers of torch, so it has no times")
         if not runs[-1]["headline"]:
             raise ValueError(f"{script} {_UNUSED}")
+    print("== both runs have ended ==", file=sys.stderr, flush=True)
     return Comparison(*runs)
 
 
@@ -149,6 +170,7 @@ def _told(reports: list[Any]) -> dict[str, Any]:
 
 def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
     clock, reports = _Clock(int(steps)), list[Any]()
+    announcements._DISABLED = _WITHOUT
     register_optimizer_step_post_hook(clock.updated)
     replaced = (OptimizerPhase, "run", clock.around), (OptimizerSet, "step", clock.around)
     for owner, name, call in (*replaced, (torch.Tensor, "backward", clock.backward)):

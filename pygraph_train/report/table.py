@@ -53,7 +53,7 @@ def reasons_of(report: StepReport, above: Headline | None) -> Iterator[tuple[str
 
 def _speed(report: StepReport) -> Iterator[tuple[str, str]]:
     if report.ms_without_graph is not None:
-        yield "step without graph", f"{report.ms_without_graph:.2f} ms (timed once, after steps with graphs)"
+        yield "step without graph", f"{report.ms_without_graph:.2f} ms (timed in the first steps)"
     if report.ms_with_graph is not None:
         yield "step with graph", f"{report.ms_with_graph:.2f} ms (median, data loading included)"
     if report.speedup is not None:

@@ -334,33 +334,25 @@ def surroundings(code: str) -> dict[str, Any]:
         "batch": next(iter(loader)),
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
     }
-    if "lightning_module" in code or "manual_module" in code:
+    if "lightning_module" in code:
         found["lightning_module"] = _lightning_module(model)
-        found["manual_module"] = _lightning_module(model, manual=True)
     if "hf_model" in code:
         found |= _of_transformers()
     return found
 
 
-def _lightning_module(model: nn.Module, *, manual: bool = False) -> Any:
+def _lightning_module(model: nn.Module) -> Any:
     pl = pytest.importorskip("lightning.pytorch")
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = model
-            self.automatic_optimization = not manual
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = F.mse_loss(self.net(batch[0]), batch[1])
             self.log("loss", loss)
-            if not manual:
-                return loss
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            return None
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=2.0**-9, fused=True)
