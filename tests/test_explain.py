@@ -222,11 +222,13 @@ def says(calls: int) -> None:
 def test_all_obstacles_of_a_trace_are_told_at_once(prints: bool) -> None:
     model = Counted(says) if prints else Counted()
     found = explain(loss_of(model), batches(1)[0], model=model, optimizer=adamw(model))
-    read, printed = (line_of(Counted.forward, text) for text in ("# and here", "# here"))
+    read, call = (line_of(Counted.forward, text) for text in ("# and here", "# here"))
+    printed = {call, line_of(says, "print(")}  # Dynamo breaks at the call where it has seen the function before
     places = [o.where for o in found.obstacles]
-    assert places[-1] == read and (printed in places) is prints, found
-    if prints:
-        assert "traces the step anew in each call" in found.obstacles[0].reason and found.plan[:3] == "F B"
+    assert places[-1] == read and bool(printed & {*places}) is prints, found
+    if prints:  # whether Dynamo takes the counter for a dynamic number depends on what the process has traced before
+        anew = any("traces the step anew in each call" in o.reason for o in found.obstacles)
+        assert found.plan[:3] == ("F B" if anew else "{F}"), found
     else:
         assert places == [read] and found.graphs_of_forward == 2, found
     assert not any("cuts none" in note for note in found.notes) and "too few" not in str(found), found
