@@ -223,10 +223,15 @@ def test_all_obstacles_of_a_trace_are_told_at_once(prints: bool) -> None:
     model = Counted(says) if prints else Counted()
     found = explain(loss_of(model), batches(1)[0], model=model, optimizer=adamw(model))
     read, call = (line_of(Counted.forward, text) for text in ("# and here", "# here"))
-    printed = {call, line_of(says, "print(")}  # Dynamo breaks at the call where it has seen the function before
+    printed = {
+        call,
+        line_of(says, "print("),
+    }  # Dynamo breaks at the call where it has seen the function before
     places = [o.where for o in found.obstacles]
     assert places[-1] == read and bool(printed & {*places}) is prints, found
-    if prints:  # whether Dynamo takes the counter for a dynamic number depends on what the process has traced before
+    if (
+        prints
+    ):  # whether Dynamo takes the counter for a dynamic number depends on what the process has traced before
         anew = any("traces the step anew in each call" in o.reason for o in found.obstacles)
         assert found.plan[:3] == ("F B" if anew else "{F}"), found
     else:

@@ -112,12 +112,25 @@ def test_many_shapes_are_named_with_their_number() -> None:
         for rows in [*range(3, 9), *range(3, 23)]:
             step(torch.randn(rows, 6))
         text, verbose = (" ".join(str(r).split()) for r in (step.report(), step.report().verbose()))
-        (found,) = [f for f in step.report().fallbacks if "sets of shapes" in f.reason]
-    shapes = int(re.findall(r"recorded for (\d+) sets of shapes", found.reason)[0])
+        (found,) = [note for note in step.report().notes if "sets of shapes" in note]
+    shapes = int(re.findall(r"recorded for (\d+) sets of shapes in \d", found)[0])
     assert 8 < shapes <= 20 and shapes == step.report().captures[-1].shapes
-    assert f"In the way of more: {found.reason}. Pad batches" in text
+    assert found in text and "Nothing stands in the way of more" in text
     assert "such as 20x6; 21x6; 22x6" in text, "a few of them"
     assert "for inputs of 3x6 captured" in verbose and "for inputs of 22x6" in verbose
+
+
+def test_more_shapes_than_are_kept_stand_in_the_way() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    config = PyGraphConfig(engine="emulated", max_signatures=4)
+
+    def loss_of_rows(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with GraphedStep(loss_of_rows, model=model, optimizer=adamw(model), config=config) as step:
+        for rows in [*range(3, 9), *range(3, 23)]:
+            step(torch.randn(rows, 6))
+        assert "as many recordings for sets of shapes as are kept" in step.report().headline()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

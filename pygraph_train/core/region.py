@@ -512,6 +512,7 @@ class PhaseRegion:
         slots = self.slots.get(key)
         if slots is None:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):
+                self.owner.tell(_TOO_MANY)
                 return None
             slots = self.slots[key] = []
         for slot in slots:
@@ -683,6 +684,10 @@ _PART = "a part of the step runs without a graph"
 _CAUGHT = f"{_PART}: the step catches exceptions of its operations"
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
+)
+_TOO_MANY = Problem(
+    "a part of the step has as many recordings for sets of shapes as are kept, and further ones run without a graph",
+    fix="Pad batches to fewer sizes, or choose a larger max_signatures",
 )
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 

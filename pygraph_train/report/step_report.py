@@ -22,7 +22,7 @@ __all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
 log = logging.getLogger("pygraph_train")
 
 _MANY_SHAPES, _FEW_SHAPES = 8, 3
-_PAD = "Pad batches to fewer sizes: steps with new shapes run without a graph, and then a recording is made"
+_RECORDED = "a part of the step was recorded for"
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,12 @@ class StepReport(Printed):
         """Note a capture."""
         self.captures.append(record)
         if record.shapes > _MANY_SHAPES:
-            told = next((f for f in self.fallbacks if f.fix == _PAD), None)
-            if told is None:
-                self.fallbacks.append(told := Fallback("", None, fix=_PAD, step=record.step))
             few = "; ".join([*dict.fromkeys(c.sizes for c in self.captures if c.sizes)][-_FEW_SHAPES:])
-            told.reason = f"a part of the step was recorded for {record.shapes} sets of shapes, such as {few}"
+            took = f"{sum(c.seconds for c in self.captures if c.sizes):.1f} s"
+            self.notes = [note for note in self.notes if not note.startswith(_RECORDED)]
+            self.notes.append(
+                f"{_RECORDED} {record.shapes} sets of shapes in {took}, such as {few}. Fewer sizes save time"
+            )
 
     def cut(self, problem: Problem) -> None:
         """A graph break cuts the forward into several graphs, and all of them are replayed: a hint, and no failure."""
@@ -215,7 +216,7 @@ class StepReport(Printed):
 
     @property
     def ms_without_graph(self) -> float | None:
-        """A step without graphs, in ms. A few of them are timed once, after as many with graphs; None before that."""
+        """A step without graphs, in ms: the least of the first ones. None before steps with graphs are timed."""
         return None if self.trial_seconds is None else self.trial_seconds[1] * 1e3
 
     @property
