@@ -101,13 +101,21 @@ class Delivery:
         lying = list(map(_grad, parameters))
         if _NONE.issuperset(map(type, lying)):
             return
+        moved: list[Tensor] = []
+        totals: list[Tensor] = []
+        there: list[Tensor] = []
         for p, g, before in zip(parameters, found, lying, strict=True):
             if g is not None and before is g:
                 total = self._sums.get(id(p))
                 if total is None or total.shape != g.shape or total.dtype != g.dtype or total is g:
                     total = self._sums[id(p)] = torch.empty_like(g)
-                total.copy_(g)
-                p.grad = total
+                moved.append(p)
+                totals.append(total)
+                there.append(g)
+        if moved:
+            copy_all(totals, there)
+        for p, total in zip(moved, totals, strict=True):
+            p.grad = total
 
 
 _grad = operator.attrgetter("grad")
