@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
+from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
@@ -222,7 +223,8 @@ class _FabricProgram(LossProgram):
             return super().forward(call, args, kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        self._fabric.backward(loss)
+        if self.scaling.on or not made_directly(loss):
+            self._fabric.backward(loss)
 
     def transform_gradients(self) -> None:
         if not self._clipping.on:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
@@ -243,7 +244,9 @@ class _AutomaticStep:
     def attach(self) -> None:
         precision = self._trainer.precision_plugin
         self._lightning_optimizer_step = precision.optimizer_step
+        self._lightning_backward = precision.backward
         ours = [(self._loop, "run", self.run), (precision, "optimizer_step", self._optimizer_step)]
+        ours.append((precision, "backward", self._backward))
         self._patches.enter_context(standing_in(ours))
         self._patches.callback(self._program.book.attach())
         self._patches.callback(overlapped_transfer(self._trainer))
@@ -344,6 +347,13 @@ class _AutomaticStep:
                 self._only_count()
         return output
 
+    def _backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of the precision plugin's."""
+        loss, self._program.loss = self._program.loss, None
+        divides = self._trainer.accumulate_grad_batches != 1 or self._program.scaling.on or args or kwargs
+        if loss is None or divides or overrides(model, "backward") or not made_directly(loss, tensor):
+            self._lightning_backward(tensor, model, optimizer, *args, **kwargs)
+
     def _logs_timed(self) -> AbstractContextManager[None]:
         """Around a plain step that is timed: what Lightning does to log takes as long with graphs."""
         runner, model = self._runner, self._program.model
@@ -423,6 +433,7 @@ class _LightningProgram:
         self.replication = replication_of(trainer.strategy.model or module)
         self.book = LogBook(trainer)
         self.boundary = Boundary()
+        self.loss: Tensor | None = None  # of a forward through `torch.compile`, until its backward
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
 
@@ -446,6 +457,7 @@ class _LightningProgram:
                 recorder.records.clear()  # of a step that raised
                 with standing_in([(self.model, "log", recorder)]), self.replication.around():
                     output = call(self.function(), args, kwargs)
+                self.loss = output.get("loss") if isinstance(output, Mapping) else output
                 records = list(recorder.records)
                 recorder.records.clear()
                 done(output)

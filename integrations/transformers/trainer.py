@@ -25,6 +25,7 @@ from pygraph_train.boundary import (
     surely,
 )
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.integrations.transformers.callback import (
@@ -295,7 +296,10 @@ class _TrainerProgram:
         return loss / self.scale if self.scale != 1 else loss
 
     def backward(self, loss: Tensor) -> None:
-        self._trainer.accelerator.backward(loss)
+        accelerator = self._trainer.accelerator
+        divides = accelerator.gradient_accumulation_steps != 1 or accelerator.scaler is not None
+        if divides or "backward" in vars(accelerator) or not made_directly(loss):
+            accelerator.backward(loss)
 
     def exchanges(self) -> bool:
         return False  # Replicas have the same gradients

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import BACKWARD, surely, theirs
+from pygraph_train.boundary import BACKWARD, not_needed, surely, theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import copy_all
@@ -19,12 +19,13 @@ from pygraph_train.torch_private.phases import (
     add_all,
     at_end_of_backward,
     backward_keeps_graph,
+    hooks_of,
     present_backward,
     reaches,
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
 
-__all__ = ["Delivery", "Way", "leaves_of", "replay"]
+__all__ = ["Delivery", "Way", "leaves_of", "made_directly", "replay"]
 
 
 class Token:
@@ -43,6 +44,7 @@ class Delivery:
     def __init__(self) -> None:
         self._leaves: dict[torch.device, tuple[Tensor, Any]] = {}
         self._sums: dict[int, Tensor] = {}
+        self._ones: dict[Any, Tensor] = {}
         self._task: int | None = None
         self._waiting: list[tuple[Sequence[Tensor], Sequence[Tensor | None]]] = []
 
@@ -52,6 +54,19 @@ class Delivery:
             leaf = torch.empty(0, device=device, requires_grad=True)
             self._leaves[device] = leaf, accumulation_of(leaf)
         return self._leaves[device]
+
+    def one(self, like: Tensor) -> Tensor:
+        """The gradient of a loss with respect to itself. Hot path."""
+        key = like.device, like.dtype
+        if key not in self._ones:
+            self._ones[key] = torch.ones((), device=like.device, dtype=like.dtype)
+        return self._ones[key]
+
+    def deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Put gradients in place outside of autograd's backwards."""
+        self._task = None
+        self.take(parameters, found)
+        self._flush()
 
     def begin(self) -> None:
         """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
@@ -202,6 +217,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *asked: Tensor | None) -> Any:
         try:
             ctx.saved_tensors  # noqa: B018
+            if ctx.token is None:  # `made_directly`
+                raise RuntimeError("Trying to backward through the graph a second time")
         except RuntimeError as error:
             raise theirs(error)  # noqa: B904
         slot: RecordedRegion = ctx.slot
@@ -293,6 +310,44 @@ def replay(
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made
+
+
+def made_directly(loss: Tensor, over_one: Tensor | None = None) -> bool:
+    """Make the backward of a loss that one replayed forward has given, without autograd, which takes the host longer.
+
+    That is possible where all gradients go to parameters that are delivered, and nobody listens on the way.
+
+    Args:
+        loss: result of the forward.
+        over_one: `loss / 1`, where the backward is that of this quotient.
+
+    Returns:
+        Whether it was made. Otherwise autograd makes it, as if nothing had been.
+    """
+    try:
+        node: Any = loss.grad_fn
+        usual = isinstance(getattr(node, "delivery", None), Delivery) and not torch.is_anomaly_enabled()
+        if not usual or node.returned or not node.delivered or node.token is None:
+            return False
+        if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
+            return False
+        if any(hooks_of(t) or t.retains_grad for t in (loss, over_one) if t is not None):
+            return False
+        if over_one is not None and over_one.grad_fn.next_functions[0] != (node, loss.output_nr):  # type: ignore[union-attr]
+            return False
+        seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss)}
+        if (backward := node.slot.backward_of(seeds)) is None:
+            return False
+        node.delivery.make_way(node.parameters, [backward.gradients[k] for k in node.delivered])
+        node.slot.reload(node.lent)
+        found = node.slot.replay_backward(backward, seeds)
+        node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
+        node.slot.region.backwards += 1
+        node.token = None
+    except Exception as error:
+        not_needed(error)
+        return False
+    return True
 
 
 _MOST_NODES = 100

@@ -26,6 +26,7 @@ from pygraph_train.boundary import (
     theirs,
 )
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.node import made_directly
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -298,7 +299,8 @@ class LossProgram:
         return loss, result
 
     def backward(self, loss: Tensor) -> None:
-        self.scaling.scale(loss).backward()
+        if self.scaling.on or not made_directly(loss):
+            self.scaling.scale(loss).backward()
 
     def transform_gradients(self) -> None:
         if self.optimizer is None:
