@@ -51,9 +51,10 @@ _WRITING_OPERATORS = {
 def _checkpointed(body: Any, *args: Any, contexts: Any = noop_context_fn, **kwargs: Any) -> Any:
     """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd.
 
-    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay.
+    Buffers and parameters are no inputs of it, as in the module that it was: BatchNorm writes the former,
+    Embedding(max_norm=...) the latter, and an input must stay.
     """
-    leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or t.requires_grad]
+    leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or not t.is_leaf]
 
     def run(*given: Any) -> Any:
         inputs = list(args)

@@ -867,6 +867,26 @@ def a_mask_is_written_to(case: Case) -> Any:
 # -- models -------------------------------------------------------------------------------------------------
 
 
+@case(16, updates=10)
+def an_embedding_of_limited_norm_in_a_checkpoint(case: Case) -> Any:
+    """Its forward writes its weight, in the backward once more."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 3)
+
+        def part(self, indices: Tensor) -> Tensor:
+            return self.last(self.embedding(indices).mean(1)).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self.part, (x.abs() * 3).long() % 5, use_reentrant=False)
+            return result
+
+    case.model = Checkpointed()
+    return case.loss
+
+
 @case(16, updates=14)
 def several_layers_read_one_result_behind_a_graph_break_under_autocast(case: Case) -> Any:
     """Autocast keeps its cast of a parameter, and makes a new one of the result for each layer."""
