@@ -318,6 +318,9 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if self.pygraph is not None and (loop := self.pygraph._loop) is not None:
+            others = kwargs or self.scaler is not None or self.distributed_type == DistributedType.DEEPSPEED
+            if not others and loop.made_backward(loss, self.gradient_accumulation_steps):
+                return
             kwargs = loop.ends_of(loss, **kwargs)
         super().backward(loss, **kwargs)
 

@@ -350,8 +350,8 @@ class _AutomaticStep:
     def _backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """In the place of the precision plugin's."""
         loss, self._program.loss = self._program.loss, None
-        divides = self._trainer.accumulate_grad_batches != 1 or self._program.scaling.on or args or kwargs
-        if loss is None or divides or overrides(model, "backward") or not made_directly(loss, tensor):
+        others = self._program.scaling.on or args or kwargs or overrides(model, "backward")
+        if others or loss is None or not made_directly(loss, self._trainer.accumulate_grad_batches, tensor):
             self._lightning_backward(tensor, model, optimizer, *args, **kwargs)
 
     def _logs_timed(self) -> AbstractContextManager[None]:

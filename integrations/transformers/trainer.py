@@ -297,8 +297,8 @@ class _TrainerProgram:
 
     def backward(self, loss: Tensor) -> None:
         accelerator = self._trainer.accelerator
-        divides = accelerator.gradient_accumulation_steps != 1 or accelerator.scaler is not None
-        if divides or "backward" in vars(accelerator) or not made_directly(loss):
+        others = accelerator.scaler is not None or "backward" in vars(accelerator)
+        if others or not made_directly(loss, accelerator.gradient_accumulation_steps):
             accelerator.backward(loss)
 
     def exchanges(self) -> bool:

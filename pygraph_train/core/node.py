@@ -55,11 +55,11 @@ class Delivery:
             self._leaves[device] = leaf, accumulation_of(leaf)
         return self._leaves[device]
 
-    def one(self, like: Tensor) -> Tensor:
-        """The gradient of a loss with respect to itself. Hot path."""
-        key = like.device, like.dtype
+    def one(self, like: Tensor, by: float) -> Tensor:
+        """The gradient of `like / by` with respect to that tensor without dimensions. Hot path."""
+        key = like.device, like.dtype, by
         if key not in self._ones:
-            self._ones[key] = torch.ones((), device=like.device, dtype=like.dtype)
+            self._ones[key] = torch.ones((), device=like.device, dtype=like.dtype) / by
         return self._ones[key]
 
     def deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
@@ -312,14 +312,15 @@ def replay(
     return made
 
 
-def made_directly(loss: Tensor, over_one: Tensor | None = None) -> bool:
+def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> bool:
     """Make the backward of a loss that one replayed forward has given, without autograd, which takes the host longer.
 
     That is possible where all gradients go to parameters that are delivered, and nobody listens on the way.
 
     Args:
         loss: result of the forward.
-        over_one: `loss / 1`, where the backward is that of this quotient.
+        by: what the loss is divided by before its backward.
+        quotient: that, where it was computed.
 
     Returns:
         Whether it was made. Otherwise autograd makes it, as if nothing had been.
@@ -331,11 +332,12 @@ def made_directly(loss: Tensor, over_one: Tensor | None = None) -> bool:
             return False
         if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
             return False
-        if any(hooks_of(t) or t.retains_grad for t in (loss, over_one) if t is not None):
+        if any(hooks_of(t) or t.retains_grad for t in (loss, quotient) if t is not None):
             return False
-        if over_one is not None and over_one.grad_fn.next_functions[0] != (node, loss.output_nr):  # type: ignore[union-attr]
+        divided: Any = None if quotient is None else quotient.grad_fn
+        if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
             return False
-        seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss)}
+        seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
         if (backward := node.slot.backward_of(seeds)) is None:
             return False
         node.delivery.make_way(node.parameters, [backward.gradients[k] for k in node.delivered])

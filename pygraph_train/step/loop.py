@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
-from pygraph_train.core.node import leaves_of
+from pygraph_train.core.node import leaves_of, made_directly
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -257,6 +257,10 @@ class Loop:
                 call.paused = was_paused
 
     # -- while training -----------------------------------------------------------------------------
+
+    def made_backward(self, loss: Any, by: float) -> bool:
+        """See `made_directly`."""
+        return self.active and not self.over and made_directly(loss, by)
 
     def ends_of(self, loss: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Keyword arguments for `loss.backward`, which was called with these: without any, those of `leaves_of`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from pygraph_train import GraphedStep
+from pygraph_train import Accelerator, GraphedStep, PyGraph, PyGraphCallback
 from pygraph_train.core.node import made_directly
 from pygraph_train.step import loss_program
 
@@ -105,3 +105,80 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trained(lambda loss: loss)
     with pytest.raises(RuntimeError, match="a second time"):
         kept[-1].backward()
+
+
+class WithLoss(nn.Module):
+    """As models of transformers do, it computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(x), y)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_stock_loop_of_accelerate(by_autograd: list[Tensor], accumulate: int) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    kept, known = [], {"cpu": DEVICE == "cpu", "gradient_accumulation_steps": accumulate}
+    for ours in (False, True):
+        plugins = {"plugins": [PyGraph(engine=ENGINE, forward="on")]} if ours else {}
+        accelerator = (Accelerator if ours else accelerate.Accelerator)(**known, **plugins)
+        model = WithLoss().to(DEVICE)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        torch.manual_seed(1)
+        by_autograd.clear()
+        for x, y in batches(STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, y))
+                optimizer.step()
+                optimizer.zero_grad()
+        kept.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *kept))
+    assert len(by_autograd) <= 8, "those of the first steps"
+    assert accelerator.pygraph.report().to_dict()["phases_from_graphs"]["B"] * accumulate >= STEPS - 9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_trainer_of_lightning(by_autograd: list[Tensor], accumulate: int) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    kept = []
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.gradients = WithLoss(), []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.model(*batch)
+
+        def on_after_backward(self) -> None:
+            if self.trainer.current_epoch == 0:
+                self.gradients.append(self.model.net[0].weight.grad.clone())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    for ours in (False, True):
+        callback = PyGraphCallback(engine=ENGINE, forward="on", print_report=False)
+        torch.manual_seed(0)
+        module = Module()
+        torch.manual_seed(1)
+        by_autograd.clear()
+        trainer = pl.Trainer(
+            accelerator="cpu" if DEVICE == "cpu" else "gpu",
+            devices=1,
+            max_epochs=1,
+            accumulate_grad_batches=accumulate,
+            callbacks=[callback] if ours else [],
+            **off,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(batches(STEPS), batch_size=None))
+        kept.append([*module.gradients, *(p.detach().clone() for p in module.parameters())])
+    assert all(map(torch.equal, *kept))
+    assert len(by_autograd) <= 8, "those of the first steps"
+    assert callback.report().to_dict()["phases_from_graphs"]["B"] >= STEPS - 8
