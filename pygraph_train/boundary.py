@@ -45,6 +45,7 @@ __all__ = [
     "surely",
     "taken_back",
     "theirs",
+    "tried",
 ]
 
 log = logging.getLogger("pygraph_train")
@@ -200,6 +201,15 @@ def not_needed(error: Exception) -> None:
     if sentence not in _quiet:
         _quiet.add(sentence)
         _log(Problem(f"something that no step needs has failed in pygraph-train: {sentence}"))
+
+
+def tried(make: Callable[[], bool]) -> bool:
+    """Whether `make` has made what there is another way for; False where the library fails. Hot path."""
+    try:
+        return make()
+    except Exception as error:
+        not_needed(error)
+        return False
 
 
 def arranged(

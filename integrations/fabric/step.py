@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
 from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -223,7 +223,7 @@ class _FabricProgram(LossProgram):
             return super().forward(call, args, kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        if self.scaling.on or not made_directly(loss):
+        if self.scaling.on or not tried(lambda: made_directly(loss)):
             self._fabric.backward(loss)
 
     def transform_gradients(self) -> None:

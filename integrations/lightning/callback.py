@@ -24,7 +24,17 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
+from pygraph_train.boundary import (
+    SETTING_UP,
+    STEP,
+    Boundary,
+    arranged,
+    done,
+    executes,
+    quietly,
+    surely,
+    tried,
+)
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
@@ -351,7 +361,8 @@ class _AutomaticStep:
         """In the place of the precision plugin's."""
         loss, self._program.loss = self._program.loss, None
         others = self._program.scaling.on or args or kwargs or overrides(model, "backward")
-        if others or loss is None or not made_directly(loss, self._trainer.accumulate_grad_batches, tensor):
+        by = self._trainer.accumulate_grad_batches
+        if others or loss is None or not tried(lambda: made_directly(loss, by, tensor)):
             self._lightning_backward(tensor, model, optimizer, *args, **kwargs)
 
     def _logs_timed(self) -> AbstractContextManager[None]:

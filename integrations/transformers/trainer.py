@@ -23,6 +23,7 @@ from pygraph_train.boundary import (
     once,
     quietly,
     surely,
+    tried,
 )
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
@@ -298,7 +299,7 @@ class _TrainerProgram:
     def backward(self, loss: Tensor) -> None:
         accelerator = self._trainer.accelerator
         others = accelerator.scaler is not None or "backward" in vars(accelerator)
-        if others or not made_directly(loss, accelerator.gradient_accumulation_steps):
+        if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
             accelerator.backward(loss)
 
     def exchanges(self) -> bool:

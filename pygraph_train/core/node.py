@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import BACKWARD, not_needed, surely, theirs
+from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import copy_all
@@ -323,32 +323,28 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
         quotient: that, where it was computed.
 
     Returns:
-        Whether it was made. Otherwise autograd makes it, as if nothing had been.
+        Whether it was made. Otherwise, and where this fails, autograd makes it as if nothing had been.
     """
-    try:
-        node: Any = loss.grad_fn
-        usual = isinstance(getattr(node, "delivery", None), Delivery) and not torch.is_anomaly_enabled()
-        if not usual or node.returned or not node.delivered or node.token is None:
-            return False
-        if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
-            return False
-        if any(hooks_of(t) or t.retains_grad for t in (loss, quotient) if t is not None):
-            return False
-        divided: Any = None if quotient is None else quotient.grad_fn
-        if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
-            return False
-        seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
-        if (backward := node.slot.backward_of(seeds)) is None:
-            return False
-        node.delivery.make_way(node.parameters, [backward.gradients[k] for k in node.delivered])
-        node.slot.reload(node.lent)
-        found = node.slot.replay_backward(backward, seeds)
-        node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
-        node.slot.region.backwards += 1
-        node.token = None
-    except Exception as error:
-        not_needed(error)
+    node: Any = loss.grad_fn
+    usual = isinstance(getattr(node, "delivery", None), Delivery) and not torch.is_anomaly_enabled()
+    if not usual or node.returned or not node.delivered or node.token is None:
         return False
+    if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
+        return False
+    if any(hooks_of(t) or t.retains_grad for t in (loss, quotient) if t is not None):
+        return False
+    divided: Any = None if quotient is None else quotient.grad_fn
+    if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
+        return False
+    seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
+    if (backward := node.slot.backward_of(seeds)) is None:
+        return False
+    node.delivery.make_way(node.parameters, [backward.gradients[k] for k in node.delivered])
+    node.slot.reload(node.lent)
+    found = node.slot.replay_backward(backward, seeds)
+    node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
+    node.slot.region.backwards += 1
+    node.token = None
     return True
 
 

@@ -24,6 +24,7 @@ from pygraph_train.boundary import (
     quietly,
     surely,
     theirs,
+    tried,
 )
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
@@ -299,7 +300,7 @@ class LossProgram:
         return loss, result
 
     def backward(self, loss: Tensor) -> None:
-        if self.scaling.on or not made_directly(loss):
+        if self.scaling.on or not tried(lambda: made_directly(loss)):
             self.scaling.scale(loss).backward()
 
     def transform_gradients(self) -> None:
