@@ -22,6 +22,8 @@ KNOWN: dict[str, str] = {
     "backend: change data_cut": "torch.compile raises another error, and none on 2.11 (aot_eager does so)",
     "backend: change frozen_first": "torch 2.11 does not look at requires_grad again (aot_eager neither)",
     "backend: change saved_tensors_hooks": "torch.compile saves other tensors (so does aot_eager)",
+    "accelerate: step twice_forward": "gradients of one weight are added in another order (docs/legality.md)",
+    "accelerate: step ema_lerp": "gradients of one weight are added in another order (docs/legality.md)",
     "accelerate: change data_cut": "plain training raises as well, and the message names another function",
     "accelerate: step einsum": "AOTAutograd makes gradients of results contiguous before sums (aot_eager does so)",
     "backend: change forward_hook": "torch.compile looks at no later hooks (aot_eager neither)",
