@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pygraph_train.boundary import (
     SETTING_UP,
@@ -366,7 +367,7 @@ class LossProgram:
     ) -> Any:
         """The whole step without a graph; `update` makes its optimizer phase."""
         if self.optimizer is not None and position.fresh:
-            self.optimizer.zero_grad()
+            _empty_gradients(self.optimizer)
         with self.replication.micro_batch(sync=position.sync):
             loss, result = self.forward(call, args, kwargs)
             try:
@@ -378,6 +379,15 @@ class LossProgram:
         if position.update:
             update(self.before_update(), (position.constants, self.constants()))
         return detached_results(result)
+
+
+def _empty_gradients(optimizer: Any) -> None:
+    """What `optimizer.zero_grad()` does. torch's own measures its time, which takes longer. Hot path."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        return optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
 
 
 def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
