@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pygraph_train.core.node import Delivery
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.report import announcements
@@ -141,9 +142,17 @@ class _Clock:
 
     def backward(self, stock: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.backward`, which keeps the value of its tensor where the run may end with this step."""
-        if len(self.ends) + 1 >= self._most and tensor.numel() == 1:
-            self.loss = tensor.detach().clone()
+        self._keep(tensor)
         return stock(tensor, *args, **kwargs)
+
+    def directly(self, stock: Callable[..., Any], delivery: Any, loss: Any, by: float) -> Any:
+        """In the place of that: `Delivery.one`."""
+        self._keep(loss, by)
+        return stock(delivery, loss, by)
+
+    def _keep(self, loss: Any, by: float = 1) -> None:
+        if len(self.ends) + 1 >= self._most and loss.numel() == 1:
+            self.loss = loss.detach() / by
 
     def median(self) -> float:
         """Milliseconds from one step to the next, in the last half of them: of the device, where there is one."""
@@ -173,7 +182,8 @@ def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
     announcements._DISABLED = _WITHOUT
     register_optimizer_step_post_hook(clock.updated)
     replaced = (OptimizerPhase, "run", clock.around), (OptimizerSet, "step", clock.around)
-    for owner, name, call in (*replaced, (torch.Tensor, "backward", clock.backward)):
+    losses = (torch.Tensor, "backward", clock.backward), (Delivery, "one", clock.directly)
+    for owner, name, call in (*replaced, *losses):
         stock = getattr(owner, name)
         setattr(owner, name, lambda *args, _call=call, _stock=stock, **kwargs: _call(_stock, *args, **kwargs))
     StepReport.__new__ = lambda cls, *_, **__: reports.append(object.__new__(cls)) or reports[-1]  # type: ignore
