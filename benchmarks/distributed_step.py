@@ -13,7 +13,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import accelerate
@@ -30,8 +30,6 @@ from pygraph_train import GraphedStep, PyGraph
 
 LOOPS = ("ddp", "ddp-accumulate", "fsdp")
 WAYS = ("plain", "ours")
-
-Step = Callable[[Batch], Tensor]
 
 
 def measure(model: str, loop: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -111,8 +109,7 @@ def sharded(workload: Workload, module: nn.Module, accumulate: int, way: str, op
 
     if way == "plain":
         return step, module, lambda: None
-    known = {"model": module, "optimizer": optimizer, "manual_optimization": True, **options}
-    graphed = GraphedStep(step, **known)
+    graphed = GraphedStep(step, model=module, optimizer=optimizer, manual_optimization=True, **options)
     return graphed, module, lambda: graphed.report().to_dict()
 
 
