@@ -11,7 +11,7 @@ __all__ = ["KNOWN"]
 KNOWN: dict[str, str] = {
     "change forward_replaced": "torch.compile looks at no methods of classes (its backend eager neither)",
     "change node_prehook": "a hook on the node that adds to a gradient is not looked for in replays (docs/legality.md)",
-    "change node_hook_from_start": "a hook on the node that adds to a gradient is not looked for in replays (docs/legality.md)",
+    "change node_hook_from_start": "a hook on a node is not looked for in replays (docs/legality.md)",
     "change node_hook": "a hook on the node that adds to a gradient is not looked for in replays (docs/legality.md)",
     "step extra_nested": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
     "step extra_views": "replays hand out a copy of each result, also of those that share memory (docs/legality.md)",
