@@ -187,6 +187,12 @@ class _Way(torch.autograd.Function):
         return None, *surely(ctx.way().arrived, BACKWARD)
 
 
+def _stream_of(slot: RecordedRegion) -> Any:
+    """The present stream of a slot's device; None on a CPU."""
+    device = slot.region.owner.engine.device
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class _Replay(torch.autograd.Function):
     """Its inputs lead to gradients; a leaf of ours stands for all parameters whose gradients are delivered."""
 
@@ -206,6 +212,7 @@ class _Replay(torch.autograd.Function):
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
         ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
+        ctx.stream = _stream_of(slot)
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
         ctx.lent = [given[i] for i in slot.lent]
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
@@ -330,6 +337,8 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     if not usual or node.returned or not node.delivered or node.token is None:
         return False
     if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
+        return False
+    if node.stream != _stream_of(node.slot):  # autograd goes back to that of the forward
         return False
     if any(hooks_of(t) or t.retains_grad for t in (loss, quotient) if t is not None):
         return False
