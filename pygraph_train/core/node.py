@@ -209,10 +209,10 @@ class _Replay(torch.autograd.Function):
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         token = Token()
+        ctx.stream = _stream_of(slot)
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
         ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
-        ctx.stream = _stream_of(slot)
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
         ctx.lent = [given[i] for i in slot.lent]
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
