@@ -318,8 +318,11 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if self.pygraph is not None and (loop := self.pygraph._loop) is not None:
-            others = kwargs or self.scaler is not None or self.distributed_type == DistributedType.DEEPSPEED
-            if not others and loop.made_backward(loss, self.gradient_accumulation_steps):
+            if (
+                not kwargs
+                and self.scaler is None
+                and loop.made_backward(loss, self.gradient_accumulation_steps)
+            ):
                 return
             kwargs = loop.ends_of(loss, **kwargs)
         super().backward(loss, **kwargs)
