@@ -56,17 +56,16 @@ class Delivery:
         return self._leaves[device]
 
     def one(self, like: Tensor, by: float) -> Tensor:
-        """The gradient of `like / by` with respect to that tensor without dimensions. Hot path."""
+        """The gradient of `like / by` with respect to `like`, a tensor without dimensions. Hot path."""
         key = like.device, like.dtype, by
         if key not in self._ones:
             self._ones[key] = torch.ones((), device=like.device, dtype=like.dtype) / by
         return self._ones[key]
 
     def deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Put gradients in place outside of autograd's backwards."""
-        self._task = None
-        self.take(parameters, found)
-        self._flush()
+        """Put gradients in place outside of autograd's backwards. What a failed backward has left is dropped."""
+        self._task, self._waiting = None, []
+        self._deliver(parameters, found)
 
     def begin(self) -> None:
         """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
@@ -248,10 +247,8 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     delivery, parameters = ctx.delivery, ctx.parameters
     delivery.begin()
     keeps = backward_keeps_graph()
-    if (backward := slot.backward_of(seeds, keeps=keeps)) is not None:
-        delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
-    slot.reload(ctx.lent)
-    found = slot.replay_backward(backward, seeds)
+    backward = slot.backward_of(seeds, keeps=keeps)
+    found = _gradients_of(ctx, backward, seeds)
     if not keeps:
         ctx.token = None
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
@@ -261,6 +258,15 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
     return made
+
+
+def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+    """Those of `leads`, by a recorded backward, or None. Gradients that lie where it writes them move before."""
+    if backward is not None:
+        ctx.delivery.make_way(ctx.parameters, [backward.gradients[k] for k in ctx.delivered])
+    ctx.slot.reload(ctx.lent)
+    found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds)
+    return found
 
 
 def _for_autograd(
@@ -348,9 +354,7 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
     if (backward := node.slot.backward_of(seeds)) is None:
         return False
-    node.delivery.make_way(node.parameters, [backward.gradients[k] for k in node.delivered])
-    node.slot.reload(node.lent)
-    found = node.slot.replay_backward(backward, seeds)
+    found = _gradients_of(node, backward, seeds)
     node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
     node.slot.region.backwards += 1
     node.token = None

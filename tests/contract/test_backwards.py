@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pygraph_train import Accelerator, GraphedStep, PyGraph, PyGraphCallback
-from pygraph_train.core.node import made_directly
+from pygraph_train.core.node import Delivery, made_directly
 from pygraph_train.step import loss_program
 
 from .models import DEVICE, adamw, batches
@@ -105,6 +105,14 @@ def test_a_second_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trained(lambda loss: loss)
     with pytest.raises(RuntimeError, match="a second time"):
         kept[-1].backward()
+
+
+def test_gradients_that_a_failed_backward_has_left_are_dropped() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    delivery = Delivery()
+    delivery.take([parameter], [torch.full((3,), 7.0)])  # something behind it has raised
+    delivery.deliver([parameter], [torch.ones(3)])
+    assert parameter.grad is not None and parameter.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 class WithLoss(nn.Module):
