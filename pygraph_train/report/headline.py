@@ -70,23 +70,27 @@ class Headline:
             return f"{figure}{emulated}, and the latest ones run without a graph."
         return f"{figure}, as plan {total.plan}{emulated}{self._speed()}."
 
+    def _timed(self) -> StepReport | None:
+        """The one part with steps that has a speed-up."""
+        made = [part for part in self._parts if part.steps]
+        return made[0] if len(made) == 1 and made[0].speedup is not None else None
+
     def _speed(self) -> str:
-        timed = [part for part in self._parts if part.steps]
-        if len(timed) != 1 or (ratio := timed[0].speedup) is None:
+        timed = self._timed()
+        if timed is None or (ratio := timed.speedup) is None:
             return ""
-        now, before = timed[0].ms_with_graph, timed[0].ms_without_graph
+        now, before = timed.ms_with_graph, timed.ms_without_graph
         if ratio < 1:
             return f"; a step takes {now:.2f} ms, and {before:.2f} ms without a graph"
         return f", {ratio:.1f} times as fast as before ({before:.2f} ms a step, now {now:.2f} ms)"
 
     def _where_time_goes(self) -> str:
         """Where graphs save little though all phases are in one: how much of a step they were."""
-        timed = [part for part in self._parts if part.steps]
-        ratio, work = (timed[0].speedup, timed[0].worked_seconds) if len(timed) == 1 else (None, None)
-        if ratio is None or ratio >= _LITTLE or work is None:
+        timed = self._timed()
+        if timed is None or (timed.speedup or 0.0) >= _LITTLE or (work := timed.worked_seconds) is None:
             return ""
         told = f"forward, backward and update took the host {work * 1e3:.2f} ms of a step without graphs"
-        if work < 0.5 * (timed[0].ms_without_graph or 0.0) / 1e3:
+        if work < 0.5 * (timed.ms_without_graph or 0.0) / 1e3:
             return f"Nothing more can be in graphs: {told}. Other Python and data loading took the rest."
         return f"Nothing more can be in graphs: {told}, and replaying a small model takes nearly as long."
 
