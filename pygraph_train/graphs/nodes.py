@@ -21,9 +21,6 @@ __all__ = [
 
 OLDEST_DRIVER = 12040  # cuFuncGetParamInfo and device-updatable nodes
 
-DESTINATION, SOURCE = 0, 8
-"""Where the addresses of a memcpy or memset node stand in its one block."""
-
 
 @dataclass(frozen=True)
 class Node:
@@ -36,7 +33,6 @@ class Node:
         blocks: (byte offset in the kernel's parameter space, raw bytes). A memcpy has one block, its
             destination and source address; a memset one with its destination.
         readable: False when the node may hold addresses that could not be read.
-        patchable: False when CUDA cannot change the node after instantiation.
     """
 
     kind: str
@@ -44,13 +40,6 @@ class Node:
     shape: tuple[int, ...] = ()
     blocks: tuple[tuple[int, bytes], ...] = ()
     readable: bool = True
-    patchable: bool = True
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """All but the values: equal in two captures of the same work."""
-        sizes = tuple((offset, len(data)) for offset, data in self.blocks)
-        return (self.kind, self.name, self.shape, sizes, self.readable, self.patchable)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" if self.name else self.kind
@@ -242,9 +231,7 @@ def _memcpy(d: Any, handle: Any) -> Node:
     if destination is None or source is None:
         return Node("memcpy", shape=shape, readable=False)
     data = destination.to_bytes(8, "little") + source.to_bytes(8, "little")
-    # cuGraphExecMemcpyNodeSetParams takes one-dimensional copies only
-    flat = params.Height <= 1 and params.Depth <= 1
-    return Node("memcpy", shape=shape, blocks=((0, data),), patchable=flat)
+    return Node("memcpy", shape=shape, blocks=((0, data),))
 
 
 def copy_addresses(d: Any, params: Any) -> tuple[int | None, int | None]:
