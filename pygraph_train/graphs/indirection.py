@@ -1,9 +1,15 @@
 """Parameter indirection: a graph that works on its inputs wherever they lie, without copies.
 
 The idea is that of PyGraph (arXiv 2503.19779), without rewriting kernels. A capture gets stand-ins for its inputs, in a
-range of addresses that nothing else has. So each 8 bytes of a kernel's parameters that lie in that range are a pointer
-to an input, and before a replay they are replaced where an input has moved. Behind the range lies one small piece of
-memory again and again: a pointer that was not found does no harm in a replay that is compared with a plain step.
+range of addresses that nothing else has. So 8 bytes of a kernel's parameters that are such an address are a pointer to
+an input, and before a replay they are replaced where the input has moved. Behind the range lies one small piece of
+memory again and again, full of NaN: a pointer that was not found does no harm, and cannot hide, in a replay that is
+compared with a plain step.
+
+torch leaves parts of its kernels' parameters as they were on the stack, where pointers of earlier launches still lie. A
+pointer too many does no harm either. But what lies there may begin with bytes that a kernel reads, such as the numbers
+of tensors in a multi-tensor kernel, in front of what is left of a pointer. So only whole addresses count, and the low
+byte of each is larger than those numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +29,10 @@ from pygraph_train.torch_private.memory import tensor_at
 __all__ = ["MovableInputs", "Pointer", "find_pointers"]
 
 _MARGIN = 512
-"""Bytes between stand-ins. An address there was computed from that of an input, in a way that nobody knows."""
+"""Bytes between stand-ins, and what their addresses are a multiple of, but for the low byte."""
+
+_LOW_BYTE = 0xF0
+"""Of their addresses: a multi-tensor kernel takes at most 110 tensors."""
 
 _HINT = 0x5A31_7000_0000
 """Where the range is asked for: two 4-byte numbers of a kernel do not look like that."""
@@ -33,12 +42,11 @@ _LOWEST = 1 << 40
 
 
 class Pointer(NamedTuple):
-    """Eight bytes in a node's parameters: they have to be the input's address plus `delta`."""
+    """Eight bytes in a node's parameters: they have to be the input's address."""
 
     node: int
     offset: int
     input: int
-    delta: int
 
 
 def find_pointers(nodes: Sequence[Node], ranges: Sequence[AddressRange]) -> list[Pointer]:
@@ -49,36 +57,26 @@ def find_pointers(nodes: Sequence[Node], ranges: Sequence[AddressRange]) -> list
         ranges: where its inputs lay, in ascending order, with gaps between them. Nothing else lay between the first
             byte and the last.
     Raises:
-        IndirectionUnavailable: a pointer cannot be read or rewritten, or an input has none.
+        IndirectionUnavailable: a node cannot be read, an address is not in a kernel, or an input has no pointer.
     """
     found: list[Pointer] = []
-    low = ranges[0].address - _MARGIN
-    starts = np.array([address for address, _ in ranges], dtype=np.uint64)
+    at = {address: number for number, (address, _) in enumerate(ranges)}
+    low, high = ranges[0].address - _MARGIN, ranges[-1].address + ranges[-1].nbytes + _MARGIN
     for index, node in enumerate(nodes):
         if not node.readable:
             raise IndirectionUnavailable(f"the parameters of node {index} ({node}) cannot be read")
         for offset, data in node.blocks:
-            for at, value in _values_within(data, low, ranges[-1].address + ranges[-1].nbytes + _MARGIN):
-                owner = max(int(np.searchsorted(starts, value, side="right")) - 1, 0)
-                delta = value - ranges[owner].address
-                where = f"byte {offset + at} of node {index} ({node})"
-                if not 0 <= delta < ranges[owner].nbytes:
-                    raise IndirectionUnavailable(f"{where} holds an address just outside of an input")
-                if node.kind != "kernel" or (offset + at) % 8:
-                    raise IndirectionUnavailable(f"the address of an input in {where} cannot be replaced")
-                found.append(Pointer(index, offset + at, owner, delta))
+            words = np.frombuffer(data, dtype="<u8", count=0 if offset % 8 else len(data) // 8)
+            inside = np.flatnonzero((words >= np.uint64(low)) & (words < np.uint64(high)))
+            if len(inside) and node.kind != "kernel":
+                raise IndirectionUnavailable(
+                    f"the address of an input in node {index} ({node}) cannot be replaced"
+                )
+            found += [
+                Pointer(index, offset + 8 * int(n), at[int(words[n])]) for n in inside if int(words[n]) in at
+            ]
     if {pointer.input for pointer in found} != {n for n, (_, nbytes) in enumerate(ranges) if nbytes}:
         raise IndirectionUnavailable("no captured operation holds the address of one of the inputs")
-    return found
-
-
-def _values_within(data: bytes, low: int, high: int) -> list[tuple[int, int]]:
-    """(position, value) of all 8-byte numbers between these two, at whatever position."""
-    found = []
-    for phase in range(8) if len(data) >= 8 else ():
-        words: NDArray[np.uint64] = np.frombuffer(data[phase:], dtype="<u8", count=(len(data) - phase) // 8)
-        inside = np.flatnonzero((words >= np.uint64(low)) & (words < np.uint64(high)))
-        found += [(8 * int(n) + phase, int(words[n])) for n in inside]
     return found
 
 
@@ -89,7 +87,6 @@ class _Kernel(NamedTuple):
     words: NDArray[np.uint64]
     positions: NDArray[np.int64]
     inputs: NDArray[np.int64]
-    deltas: NDArray[np.uint64]
 
 
 class MovableInputs:
@@ -105,7 +102,7 @@ class MovableInputs:
         self._ranges: list[AddressRange] = []
         at = _MARGIN
         for address, nbytes in map(address_range, inputs):
-            at += -at % _MARGIN + address % ALIGNMENT
+            at += -at % _MARGIN + _LOW_BYTE + address % ALIGNMENT
             self._ranges.append(AddressRange(at, nbytes))
             at += nbytes + _MARGIN
         try:
@@ -137,7 +134,6 @@ class MovableInputs:
                         parameters.memory.view(np.uint64),
                         np.array([pointer.offset // 8 for pointer in own]),
                         np.array([pointer.input for pointer in own]),
-                        np.array([pointer.delta for pointer in own], dtype=np.uint64),
                     )
                 )
         except RuntimeError as error:
@@ -156,9 +152,9 @@ class MovableInputs:
         now = np.array(addresses, dtype=np.uint64)
         moved = now != self._now
         self._addresses, self._now = [], np.zeros_like(now)  # should a kernel refuse its pointers
-        for parameters, words, positions, rows, deltas in self._kernels:
+        for parameters, words, positions, rows in self._kernels:
             if moved[rows].any():
-                words[positions] = now[rows] + deltas
+                words[positions] = now[rows]
                 parameters.update()
         self._addresses, self._now = addresses, now
 
@@ -208,6 +204,7 @@ class _RepeatedMemory:
             access.location.type, access.location.id = kind.location.type, device
             access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             checked(d.cuMemSetAccess(self.address, self._nbytes, [access], 1), "giving access to memory")
+            checked(d.cuMemsetD8(self.address, 0xFF, piece), "filling memory")
             if self.address < _LOWEST:
                 raise RuntimeError("the driver gives low addresses, which kernels may hold as numbers")
         except BaseException:

@@ -417,13 +417,17 @@ class OptimizerPhase:
             capture.verified = True
             return
         undo()
+        self._forget(key)
+        if not audited and not isinstance(capture.inputs, CopiedInputs):
+            log.info("pygraph: the graph of the optimizer works on copies of gradients: %s", difference)
+            self._copies = True
+            return self._run_prepared(body)
         self.problem = Problem(
             f"{f'replay {capture.replays}' if audited else 'the first replay'} of {{O}} leaves other parameters, "
             f"gradients or optimizer state than the step without a graph: {difference}",
             fix="Please report this; the optimizer runs without a graph",
         )
         log.warning("pygraph: %s", self.problem)
-        self._forget(key)
         self._run_prepared(body)
 
     def _make_room(self) -> bool:

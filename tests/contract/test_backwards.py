@@ -32,7 +32,8 @@ def by_autograd(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     stock = Tensor.backward
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        seen.append(loss)
+        if not seen or seen[-1] is not loss:  # torch calls it twice where a default device is set
+            seen.append(loss)
         stock(loss, *args, **kwargs)
 
     monkeypatch.setattr(Tensor, "backward", backward)

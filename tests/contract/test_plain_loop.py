@@ -250,7 +250,9 @@ def test_explain_names_the_line_and_changes_nothing() -> None:
 
 def test_the_report_is_plain_data_and_says_what_ran() -> None:
     model = Net()
-    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2)
+    step = GraphedStep(
+        loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2, forward="on"
+    )
     for batch in batches():
         step(batch)
     told = json.loads(json.dumps(step.report().to_dict()))

@@ -383,7 +383,9 @@ def test_a_training_that_is_over_is_freed(closed: bool) -> None:
     over = []
     for _ in range(2):
         model = Net()
-        step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2)
+        step = GraphedStep(
+            loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2, forward="on"
+        )
         for batch in batches():
             step(batch)
         assert step.report().to_dict()["steps_from_graphs"] >= 15

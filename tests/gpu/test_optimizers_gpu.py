@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -124,10 +124,37 @@ def test_a_graph_finds_gradients_wherever_they_lie(
     cls: type[Optimizer], options: dict[str, Any], clip: bool, engine: CudaEngine
 ) -> None:
     """Gradients of many sizes, elsewhere in each step; the graph holds no address of theirs."""
+    sizes = [(n, 1 + 3 * n) for n in (1, 5, 64, 700)] * 15 + [(3,), ()]
+    _follows(cls, options, sizes, clip=clip, engine=engine)
 
+
+@pytest.mark.parametrize("count", range(32, 64, 3))
+def test_what_launches_have_left_on_the_stack_is_no_pointer(count: int, engine: CudaEngine) -> None:
+    """torch's multi-tensor kernels take bytes that nobody has set, with pointers of earlier launches among them."""
+    sizes = [
+        (64, 64, 3, 3),
+        (64,),
+        (64,),
+        (64,),
+        (128, 64, 3, 3),
+        (128,),
+        (128,),
+        (128,),
+        (256, 128, 3, 3),
+    ] * 8
+    _follows(AdamW, {}, sizes[:count], clip=True, engine=engine)
+
+
+def _follows(
+    cls: type[Optimizer],
+    options: dict[str, Any],
+    sizes: Sequence[tuple[int, ...]],
+    *,
+    clip: bool,
+    engine: CudaEngine,
+) -> None:
     def make() -> tuple[list[torch.nn.Parameter], Any, OptimizerPreparation]:
         generator = torch.Generator().manual_seed(0)
-        sizes = [(n, 1 + 3 * n) for n in (1, 5, 64, 700)] * 15 + [(3,), ()]
         params = [torch.nn.Parameter(torch.randn(size, generator=generator).cuda()) for size in sizes]
         optimizer = cls(params, lr=0.01, **options)
         return params, optimizer, OptimizerPreparation(optimizer, emulated=False)
