@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,8 +44,12 @@ class Memory:
         self.pool = used
 
     def used(self, engine: Engine) -> AbstractContextManager[None]:
-        """Around work without a graph that leaves no tensors of its own behind."""
-        return nullcontext() if self.pool is None else engine.allocating_in(self.pool)
+        """Around work without a graph that leaves no tensors of its own behind. Recordings will use this memory."""
+        if self.pool is None:
+            engine.trim()  # what steps without a graph have left, which does not come on top of it
+            with engine.scratch_pool() as self.pool:
+                pass
+        return engine.allocating_in(self.pool)
 
 
 class Lent:

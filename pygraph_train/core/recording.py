@@ -154,9 +154,7 @@ class RecordedRegion:
         Gradients of parameters are copied to memory of their own: they outlive the next forward where a loop adds them
         up, and other recordings put their gradients in the same places.
         """
-        owner = self.region.owner
         self._load(given)
-        owner.make_places([given[i] for i in self.leads if i in self.region.fixed])
         try:
             self._record_both()
         except _ReadTwiceError:
@@ -226,17 +224,14 @@ class RecordedRegion:
         outputs = [self._outputs[i] for i in seeds]
         self._activations.given_up = self.gives_up
         try:
-            with self.region.as_in_backwards():
+            with self.region.as_in_backwards(), self.region.owner.placing(self._keys, leads) as found:
                 torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
-            found = self.region.owner.placed(self._keys, [lead.grad for lead in leads])
             for k, home in self._homes.items():
                 if (gradient := found[k]) is not None:
                     found[k] = home.copy_(gradient)
             return found
         finally:
             self._activations.given_up = False
-            for lead in leads:
-                lead.grad = None
 
     def _load(self, given: Sequence[Any]) -> None:
         if self._moving:
@@ -410,7 +405,11 @@ def run_plainly(
         return copy.requires_grad_(value.requires_grad)
 
     inputs = [copied(t, i) for i, t in enumerate(given)]
-    leads = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad and not region.inference]
+    leads = {
+        i: t
+        for i, t in enumerate(inputs)
+        if isinstance(t, Tensor) and t.requires_grad and not region.inference
+    }
     with torch.set_grad_enabled(not region.inference):
         outputs = region.run(*inputs)
     gradients: list[Tensor | None] = []
@@ -418,9 +417,9 @@ def run_plainly(
         if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
             return None
         seeds = [_sample_seed(outputs[i].detach()) for i in sorted(asked)]
-        with region.as_in_backwards():
-            torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=leads)
-        gradients = [lead.grad for lead in leads]
+        keys = [id(given[i]) if i in region.fixed else None for i in leads]
+        with region.as_in_backwards(), region.owner.placing(keys, list(leads.values())) as gradients:
+            torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
     written = [inputs[i].detach() for i in sorted(moving)]
     return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], gradients
 

@@ -72,6 +72,9 @@ _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
 
+_LARGE = 1 << 20
+"""Bytes of a gradient that is moved alone: the kernel takes longer than its launch."""
+
 _MOST_SIZES = 3
 """Of inputs, which the report names for one recording."""
 
@@ -174,30 +177,51 @@ class PhaseRegions:
             report.cut(problem)
         self.recorded, self.seconds, self.cuts = 0, 0.0, []
 
-    def placed(
-        self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Within a capture: gradients at the places that those of each parameter have in all recordings.
+    @contextmanager
+    def placing(
+        self, parameters: Sequence[int | None], leads: Sequence[Tensor]
+    ) -> Iterator[list[Tensor | None]]:
+        """Around a backward: its gradients, at the places that those of each parameter have in all recordings.
 
-        Where autograd accumulates them, it gets copies of them anyway.
+        Large ones go there as soon as they are computed, so that memory has few of them twice. Where autograd
+        accumulates them in the loop's parameters, it gets copies of them anyway.
 
         Args:
             parameters: their ids, None for another tensor.
-            gradients: as they were computed.
+            leads: what stands for each of them. Its `.grad` is None before and afterwards.
         """
-        found, moved = list(gradients), []
-        if not self.delivers:
-            return found
-        for k, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            if parameter is None or gradient is None:
-                continue
-            known = self._gradients[parameter]
-            if _looks(known) == _looks(gradient):
-                found[k] = known
-                moved.append((known, gradient))
-        if moved:
-            copy_all([known for known, _ in moved], [gradient for _, gradient in moved])
-        return found
+        found: list[Tensor | None] = [None] * len(leads)
+        hooks = []
+
+        def place(k: int, lead: Tensor) -> None:
+            key, gradient = parameters[k], lead.grad
+            if (
+                key is not None
+                and gradient is not None
+                and _looks(known := self._gradients[key]) == _looks(gradient)
+            ):
+                found[k], lead.grad = known.copy_(gradient), None
+
+        for k, lead in enumerate(leads if self.delivers else ()):
+            if lead.nbytes >= _LARGE:
+                hooks.append(lead.register_post_accumulate_grad_hook(functools.partial(place, k)))
+        try:
+            yield found
+            small: list[tuple[Tensor, Tensor]] = []
+            for k, (key, lead) in enumerate(zip(parameters, leads, strict=True)):
+                if (gradient := lead.grad) is not None:
+                    known = self._gradients[key] if key is not None and self.delivers else gradient
+                    if known is not gradient and _looks(known) == _looks(gradient):
+                        small.append((known, gradient))
+                        gradient = known
+                    found[k] = gradient
+            if small:
+                copy_all([known for known, _ in small], [gradient for _, gradient in small])
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for lead in leads:
+                lead.grad = None
 
     def make_places(self, parameters: Sequence[Tensor]) -> None:
         """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
@@ -566,6 +590,8 @@ class PhaseRegion:
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
         owner, started = self.owner, time.perf_counter()
+        if not self.inference:
+            owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
         owner.make_way(given)
         verifies = owner.config.verify != "off"
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
