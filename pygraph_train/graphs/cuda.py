@@ -237,13 +237,12 @@ class CudaEngine:
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
         torch.cuda.synchronize(self.device)
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
     def _tidy(self) -> None:
         _garbage.collect()
-        torch.cuda.synchronize(self.device)
-        clear_cublas_workspaces()
-        torch.cuda.empty_cache()
+        self.trim()
 
     def peak_memory(self) -> int:
         """See `graphs.engine.Engine.peak_memory`."""
