@@ -15,8 +15,8 @@ from pygraph_train.problems import Problem
 
 __all__ = ["RARE", "Chooser", "chooser_for"]
 
-_PLAIN = 3
-"""The first steps, which run as they are. They are timed, but for the first one, in which caches fill."""
+_PLAIN = 8
+"""The first steps, which run as they are. They are timed, but for the first one. The least counts: caches fill."""
 
 _ALIKE, _TIMED = 20, 4
 """Steps that are alike, after those in which Dynamo traces, before some are timed, and how many."""
