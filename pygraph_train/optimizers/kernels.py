@@ -92,13 +92,19 @@ def supported_class(optimizer: Optimizer) -> type[Optimizer] | None:
     return None
 
 
-def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str) -> GroupPlan:
+def plan_group(
+    optimizer_class: type, flags: Mapping[str, Any], device_type: str, *, float32: bool = False
+) -> GroupPlan:
     """Which flags a group needs so that its step can be captured.
+
+    Where the user leaves it to torch, Adam gets fused kernels: one launch in the place of a hundred, and numbers that
+    replays read anew. They round once where others round after each operation, so float32 alone gets them.
 
     Args:
         optimizer_class: a class that `supported_class` returned.
         flags: the user's values of capturable, fused and foreach.
         device_type: device type of the group's parameters; "cpu" means the emulated engine.
+        float32: whether these are plain tensors of float32.
     """
     name = optimizer_class.__name__
     fused = bool(flags.get("fused"))
@@ -118,6 +124,12 @@ def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str
             return GroupPlan(
                 reason=f"{name} with foreach=False reads the learning rate on the host; leave foreach unset"
             )
+        if (
+            optimizer_class in FUSED
+            and float32
+            and all(flags.get(flag) is None for flag in ("fused", "foreach"))
+        ):
+            return GroupPlan({} if flags.get("capturable") else {"fused": True})
         return GroupPlan({} if flags.get("capturable") else {"capturable": True})
     if optimizer_class is Adagrad and not fused_adagrad_on_cuda():
         return GroupPlan(

@@ -25,7 +25,6 @@ from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import (
-    CAPTURABLE,
     FUSED,
     FUSED_KERNELS,
     FUSED_NUMBERS,
@@ -120,7 +119,7 @@ class OptimizerPreparation:
             optimizer.register_state_dict_post_hook(self._plain_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
         ]
-        if self._class not in CAPTURABLE:
+        if self._class in FUSED:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._put_attributes_back = private_attributes_of(optimizer)
         self._note_homes()
@@ -607,7 +606,8 @@ class OptimizerPreparation:
 
     def _plan(self, group: dict[str, Any]) -> GroupPlan:
         assert self._class is not None
-        return plan_group(self._class, self._user_flags(group), self._device().type)
+        float32 = all(p.dtype == torch.float32 and local_tensor(p) is p for p in group["params"])
+        return plan_group(self._class, self._user_flags(group), self._device().type, float32=float32)
 
     def _device(self) -> torch.device:
         params = (p for group in self._optimizer.param_groups for p in group["params"])

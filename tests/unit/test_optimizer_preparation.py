@@ -547,6 +547,16 @@ def test_capturable_classes_become_capturable_on_cuda(cls: type) -> None:
     assert plan_group(cls, {"capturable": True, "foreach": True}, "cuda") == GroupPlan({})
 
 
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_adam_of_float32_becomes_fused_where_torch_may_choose(cls: type) -> None:
+    free = {"capturable": False, "foreach": None, "fused": None}
+    assert plan_group(cls, free, "cuda", float32=True) == GroupPlan({"fused": True})
+    assert plan_group(cls, free | {"capturable": True}, "cuda", float32=True) == GroupPlan({})
+    for flag in ({"foreach": True}, {"foreach": False}, {"fused": False}):
+        assert plan_group(cls, free | flag, "cuda", float32=True) == GroupPlan({"capturable": True})
+    assert plan_group(NAdam, free, "cuda", float32=True) == GroupPlan({"capturable": True})
+
+
 def test_explicit_choice_of_kernels_is_kept_on_cuda() -> None:
     for flags in ({"fused": True}, {"foreach": True}, {"foreach": False}):
         assert plan_group(Adam, {"capturable": False, **flags}, "cuda").changes == {"capturable": True}
@@ -593,13 +603,14 @@ def test_host_state_is_what_torch_creates_on_the_host(cls: Any) -> None:
 @pytest.fixture
 def forced_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGD gets on a GPU, here on the CPU, whose fused kernels have the same rules."""
-    monkeypatch.setattr(module, "plan_group", lambda *_: GroupPlan({"fused": True, "foreach": False}))
+    monkeypatch.setattr(module, "plan_group", lambda *_, **__: GroupPlan({"fused": True, "foreach": False}))
 
 
 @pytest.mark.usefixtures("forced_fused")
-def test_forced_flags_stay_out_of_checkpoints_and_of_the_scaler() -> None:
-    plain_params, plain = two_groups(functools.partial(SGD, lr=0.1, momentum=0.9))
-    params, optimizer = two_groups(functools.partial(SGD, lr=0.1, momentum=0.9))
+@pytest.mark.parametrize("make", [functools.partial(SGD, lr=0.1, momentum=0.9), AdamW])
+def test_forced_flags_stay_out_of_checkpoints_and_of_the_scaler(make: Any) -> None:
+    plain_params, plain = two_groups(make)
+    params, optimizer = two_groups(make)
     prep = OptimizerPreparation(optimizer, emulated=True)
     for step in range(3):
         run(plain, plain_params, range(step, step + 1))
