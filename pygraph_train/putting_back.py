@@ -9,7 +9,7 @@ import torch
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.memory import copy_all, keep_versions, local_tensor
 
-__all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
+__all__ = ["Backup", "ScratchState", "copy_in_parts"]
 
 _PART = 16 << 20
 """Bytes that are copied to the host at a time."""
@@ -44,13 +44,19 @@ class ScratchState:
         _put_back(self._tensors, self._values)
 
 
-class HostCopy:
-    """Like `ScratchState`, but kept in host memory: parameters and optimizer state are large."""
+class Backup:
+    """Like `ScratchState`, of parameters and optimizer state, which are large.
 
-    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        device, tensors: see `ScratchState`.
+        room: bytes that copies may take on the device. Where they need more, they lie in memory of the host.
+    """
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], room: int = 0) -> None:
         self._random = ScratchState(device, ())
         self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = _on_host(self._tensors)
+        fits = sum(t.nbytes for t in self._tensors) <= room
+        self._values = [t.clone() for t in self._tensors] if fits else _on_host(self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.putting_back import HostCopy
+from pygraph_train.putting_back import Backup
 from pygraph_train.step.loss_program import LossProgram
 
 __all__ = ["Subject", "subject_of"]
@@ -59,7 +59,7 @@ class Subject:
     def put_back(self) -> Iterator[None]:
         """Context: what calls do to tensors, gradients, buffers and random states is undone in the end."""
         tensors, modules = self.tensors(), self._all_modules()
-        before = HostCopy(self.program.device, tensors)
+        before = Backup(self.program.device, tensors)
         gradients = [(t, t.grad) for t in tensors if t.is_leaf]
         held = [(table, dict(table)) for m in modules for table in (m._parameters, m._buffers)]
         try:

@@ -248,6 +248,10 @@ class CudaEngine:
         """See `graphs.engine.Engine.peak_memory`."""
         return torch.cuda.max_memory_reserved(self.device)
 
+    def room(self) -> int:
+        """See `graphs.engine.Engine.room`."""
+        return self.peak_memory() - torch.cuda.memory_reserved(self.device)
+
     def close(self) -> None:
         """Release the pools."""
         if self._pool is None:

@@ -166,6 +166,10 @@ class EmulatedEngine:
         """The CPU has as much as anybody wants."""
         return 0
 
+    def room(self) -> int:
+        """See `peak_memory`."""
+        return 0
+
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""
         if any(not graph.closed for graph in self._graphs):

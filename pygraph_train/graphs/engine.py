@@ -213,5 +213,8 @@ class Engine(Protocol):
     def peak_memory(self) -> int:
         """The most bytes that this process ever reserved; 0 where nobody knows."""
 
+    def room(self) -> int:
+        """Bytes that can be allocated before it reserves more than ever; 0 where nobody knows."""
+
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

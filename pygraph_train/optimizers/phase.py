@@ -32,7 +32,7 @@ from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
-from pygraph_train.putting_back import HostCopy
+from pygraph_train.putting_back import Backup
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import as_part_of, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
@@ -371,7 +371,7 @@ class OptimizerPhase:
         device, started, audited = self._program.device, time.perf_counter(), capture.verified
         before = [g for g in gradients if g is not None]
         state = [*parameters, *self._preparation.state_tensors(), *self._program.extra_state()]
-        backup = HostCopy(device, list({id(t): t for t in (*state, *before)}.values()))
+        backup = Backup(device, list({id(t): t for t in (*state, *before)}.values()), self._engine.room())
 
         def fingerprint() -> Fingerprint:
             return Fingerprint.of(torch.zeros((), device=device), [*state, *map(_grad, parameters)])
