@@ -124,13 +124,10 @@ def plan_group(
             return GroupPlan(
                 reason=f"{name} with foreach=False reads the learning rate on the host; leave foreach unset"
             )
-        if (
-            optimizer_class in FUSED
-            and float32
-            and all(flags.get(flag) is None for flag in ("fused", "foreach"))
-        ):
-            return GroupPlan({} if flags.get("capturable") else {"fused": True})
-        return GroupPlan({} if flags.get("capturable") else {"capturable": True})
+        changes = {} if flags.get("capturable") else {"capturable": True}
+        if optimizer_class in FUSED and float32 and flags.get("fused") is flags.get("foreach") is None:
+            changes["fused"] = True
+        return GroupPlan(changes)
     if optimizer_class is Adagrad and not fused_adagrad_on_cuda():
         return GroupPlan(
             reason="Adagrad's CUDA kernels of this torch version read the step count on the host"

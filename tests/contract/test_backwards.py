@@ -14,6 +14,7 @@ from pygraph_train import Accelerator, GraphedStep, PyGraph, PyGraphCallback
 from pygraph_train.core.node import Delivery, made_directly
 from pygraph_train.step import loss_program
 
+from .frameworks import forget_accelerators
 from .models import DEVICE, adamw, batches
 
 STEPS = 24
@@ -132,6 +133,7 @@ def test_a_stock_loop_of_accelerate(by_autograd: list[Tensor], accumulate: int) 
     accelerate = pytest.importorskip("accelerate")
     kept, known = [], {"cpu": DEVICE == "cpu", "gradient_accumulation_steps": accumulate}
     for ours in (False, True):
+        forget_accelerators()
         plugins = {"plugins": [PyGraph(engine=ENGINE, forward="on")]} if ours else {}
         accelerator = (Accelerator if ours else accelerate.Accelerator)(**known, **plugins)
         model = WithLoss().to(DEVICE)

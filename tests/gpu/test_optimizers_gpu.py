@@ -37,6 +37,7 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (Adam, {"foreach": False}),
     (AdamW, {"weight_decay": 0.1}),
     (AdamW, {"fused": True}),
+    (AdamW, {"foreach": True}),
     (NAdam, {}),
     (Adamax, {}),
     (ASGD, {}),
@@ -142,7 +143,7 @@ def test_what_launches_have_left_on_the_stack_is_no_pointer(count: int, engine: 
         (128,),
         (256, 128, 3, 3),
     ] * 8
-    _follows(AdamW, {}, sizes[:count], clip=True, engine=engine)
+    _follows(AdamW, {"foreach": True}, sizes[:count], clip=True, engine=engine)
 
 
 def _follows(
