@@ -7,26 +7,27 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-COLOURS = ("#8f8f8f", "#e08a00", "#3f9fd8", "#00a376", "#c46aa0")  # seen on white and on black
+COLOURS = ("#8f8f8f", "#e08a00", "#3f9fd8")  # seen on white and on black
 STYLE = "text{font:12px sans-serif;fill:#333}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
 NAMES = {
     "mlp": "16-layer MLP, batch 64",
     "bert": "BERT base, 8×128",
     "gpt2": "GPT-2 small, 4×256",
-    "xlnet": "XLNet base, 8×128",
     "vit_small": "ViT-S/16, batch 16",
     "mobilenetv3": "MobileNetV3-L, batch 32",
 }
-WHOLE = {  # numbers of files, and recipe
-    ("1", "llama_lora"): "Llama of 16 layers, LoRA",
-    ("12", "llama_lora_checkpointing"): "the same with gradient checkpointing",
-    ("7", "llama_lora_checkpointing_dropout"): "the same with dropout in the checkpoint",
-    ("8", "diffusion"): "diffusion U-Net",
-    ("5", "nanogpt"): "nanoGPT of 124M",
-    ("3", "dcgan"): "DCGAN",
-    ("8", "resnet_metrics"): "ResNet-18 with torchmetrics",
+WHOLE = {
+    "llama_lora": "Llama of 16 layers, LoRA",
+    "llama_lora_checkpointing": "the same with gradient checkpointing",
+    "llama_lora_checkpointing_dropout": "the same with dropout in the checkpoint",
+    "bert_padding": "BERT, dynamic padding",
+    "nanogpt": "nanoGPT of 124M",
+    "diffusion": "diffusion U-Net",
+    "convnext_mixup": "ConvNeXt-T, mixup",
+    "distillation": "distillation",
+    "speech_ctc": "speech, CTC",
+    "dcgan": "DCGAN",
 }
-MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 Bars = list[tuple[str, int, float]]  # title, colour, length
 
 
@@ -55,23 +56,19 @@ def _drawn(legend: tuple[str, ...], bars: Bars) -> str:
 
 def pictures() -> dict[str, str]:
     """What stands in each file."""
-    steps, whole, inputs, trainer = Bars(), Bars(), Bars(), Bars()
+    steps, whole, inputs = Bars(), Bars(), Bars()
     for r in _rows("phases"):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
-    for (numbers, recipe), title in WHOLE.items():
+    for recipe, title in WHOLE.items():
         for way in ("plain", "ours"):
-            found = [r for r in _rows("recipes", numbers) if (r["recipe"], r["way"]) == (recipe, way)]
+            found = [r for r in _rows("recipes", "124") if (r["recipe"], r["way"]) == (recipe, way)]
             whole += [(f"{title}, {r['steps_made']} steps", way == "ours", r["whole_s"]) for r in found]
     for r in _rows("inputs"):
         inputs += [(f"{r['mib']} MiB", i, r[k] - r["stay"]) for i, k in enumerate(("copy", "host", "device"))]
-    for r in _rows("lightning_step", "12"):
-        trainer.append((NAMES[r["model"]], MODES.index(r["mode"]), r["step_ms"]))
-    own = ("no callback, ms a step", "torch.compile", "reduce-overhead", "PyGraph 0.1", "with compile=True")
     return {
         "steps.svg": _drawn(("plain, ms a step", "with graphs"), steps),
         "whole_runs.svg": _drawn(("plain, s", "with the library"), whole),
         "inputs.svg": _drawn(("µs of a copy", "of pointers that the host rewrites", "by a kernel"), inputs),
-        "trainer.svg": _drawn(own, trainer),
     }
 
 
