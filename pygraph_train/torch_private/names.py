@@ -226,6 +226,11 @@ NAMES = (
         """,
     ),
     Names(
+        "what Dynamo does for its logs alone",
+        "the first steps take longer",
+        "torch._dynamo.symbolic_convert: get_funcname",
+    ),
+    Names(
         "what Dynamo tells of its traces",
         "explanations name fewer lines",
         """
