@@ -14,15 +14,12 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import local_tensor
 
-__all__ = ["AuditLedger", "Audits", "Fingerprint", "PlainRuns"]
+__all__ = ["Audits", "Fingerprint", "PlainRuns"]
 
 _SAMPLES = 256
 
 _PART = 1 << 21
 """Elements that are looked at together. torch converts what it adds up, and makes a copy for that."""
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Relative, where a replay is compared with a run that has other arithmetic, such as gradients exchanged elsewhere."""
 
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
@@ -42,7 +39,6 @@ class Fingerprint:
         norms: per gradient its norm, float64.
         samples: per gradient up to 256 values spread over it.
         rounding: of the loss and of each gradient, what one rounding changes, relative. float64.
-        tolerance: relative, of the gradients' dtypes.
     """
 
     loss: Tensor
@@ -50,7 +46,6 @@ class Fingerprint:
     norms: Tensor
     samples: list[Tensor]
     rounding: Tensor
-    tolerance: float
 
     @classmethod
     @torch.no_grad()
@@ -86,7 +81,6 @@ class Fingerprint:
             rounding=torch.tensor(
                 [_rounding(t.dtype) for t in (loss, *real)], dtype=torch.float64, device=loss.device
             ),
-            tolerance=max((_TOLERANCE.get(g.dtype, 2e-3) for g in real), default=0.0),
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
@@ -94,33 +88,6 @@ class Fingerprint:
         same_shape = self.exact.shape == other.exact.shape
         same_loss = torch.equal(_bits(self.loss.reshape(1)), _bits(other.loss.reshape(1)))  # it may be NaN
         return same_shape and torch.equal(self.exact, other.exact) and same_loss
-
-    def compare(self, other: Fingerprint, *, bits: bool = False) -> str | None:
-        """None when equal, bit for bit or within the tolerance of the dtype; else what differs.
-
-        Args:
-            bits: allow for no tolerance.
-        """
-        if self.exact.shape != other.exact.shape:
-            return f"{other.exact.numel()} gradients instead of {self.exact.numel()}"
-        if self.same_bits(other):
-            return None
-        if bits:
-            return "the loss or gradients have other bits"
-        tolerance = max(self.tolerance, _TOLERANCE.get(self.loss.dtype, 2e-3))
-        if not torch.allclose(self.loss, other.loss, rtol=tolerance, atol=1e-6, equal_nan=True):
-            return f"loss {float(other.loss):.8g} instead of {float(self.loss):.8g}"
-        # gradients that are sums of cancelling terms have noise of the size of the terms
-        floor = self.norms.nan_to_num().max() * 1e-6 if self.norms.numel() else 0.0
-        if not _close(self.norms, other.norms, tolerance, floor):
-            worst = int((self.norms - other.norms).abs().nan_to_num().argmax())
-            mine, theirs = float(self.norms[worst]), float(other.norms[worst])
-            return f"gradient {worst} has norm {theirs:.8g} instead of {mine:.8g}"
-        for index, (here, there) in enumerate(zip(self.samples, other.samples, strict=True)):
-            scale = here.nan_to_num().abs().max() * tolerance * 10 + floor if here.numel() else 0.0
-            if not _close(here, there, tolerance, scale):
-                return f"gradient {index} has other values"
-        return None
 
     def distances(self, other: Fingerprint) -> Tensor:
         """How far another run is from this one: the loss and each gradient, relative to their size.
@@ -192,7 +159,7 @@ class PlainRuns:
         """Why a replay is not one more run of this kind, with both figures; None where it is."""
         first = self._runs[0]
         if any(run.exact.shape != first.exact.shape for run in (*self._runs, found)):
-            return first.compare(found) or "runs without the graph have different gradients themselves"
+            return "it has other gradients, or runs without the graph have"
         if self.same(found):
             return None
         if self.agree:
@@ -207,10 +174,6 @@ class PlainRuns:
         if float(over[worst]) <= 1.0:
             return None
         return f"{self._told(apart, worst)}, and runs without the graph by {float(usual[worst]):.1e}"
-
-    def noise(self) -> str:
-        """The largest difference between two of them, in words."""
-        return self._told(self._spread())
 
     def _spread(self) -> Tensor:
         pairs = itertools.combinations(self._runs, 2)
@@ -277,25 +240,6 @@ def _bits(flat: Tensor) -> Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _close(expected: Tensor, found: Tensor, rtol: float, atol: Tensor | float) -> bool:
-    same = (expected - found).abs() <= rtol * expected.abs() + atol
-    same |= ~torch.isfinite(expected) & ~torch.isfinite(found)  # overflowing fp16 gradients
-    return bool(same.all())
-
-
-@dataclass
-class AuditLedger:
-    """What the audits of one graph, or of several graphs together, have cost.
-
-    Attributes:
-        since: seconds, of the clock of the audits: when the first graph was made.
-        spent: seconds.
-    """
-
-    since: float
-    spent: float = 0.0
-
-
 class Audits:
     """When a graph whose first replay was right is compared with a plain step once more.
 
@@ -304,9 +248,7 @@ class Audits:
 
     Args:
         verify: see `PyGraphConfig`.
-        now: seconds, of any clock that goes on.
-        reference: seconds that the step without the graph took, which the first replay was compared with.
-        ledger: of graphs that share the time for their audits; None for a graph on its own.
+        now: seconds, of any clock that goes on: when the graph was made.
 
     Attributes:
         left: replays until `due` is to be asked. The caller counts them down.
@@ -315,37 +257,26 @@ class Audits:
     SHARE = 0.002
     FIRST = 64
 
-    def __init__(
-        self, verify: str, now: float, reference: float = 0.0, ledger: AuditLedger | None = None
-    ) -> None:
+    def __init__(self, verify: str, now: float) -> None:
         self._verify = verify
         self._every = {"always": 0, "sample": self.FIRST}.get(verify, sys.maxsize)
         self.left = self._every
-        self._ledger = AuditLedger(now) if ledger is None else ledger
-        self._last = reference
-
-    @property
-    def last(self) -> float:
-        """Seconds of the last comparison, or of the run that the first replay is to be compared with."""
-        return self._last
+        self._made, self._spent, self._last = now, 0.0, 0.0
 
     def due(self, now: float) -> bool:
         """Whether the next replay is to be compared. Where audits would take too long, the question is put off."""
         if self.left > 0:
             return False
         next_one = 1.5 * self._last  # it may take longer than the one before
-        ledger = self._ledger
-        if self._verify == "always" or ledger.spent + next_one <= self.SHARE * (now - ledger.since):
+        if self._verify == "always" or self._spent + next_one <= self.SHARE * (now - self._made):
             return True
         self.left = self._every
         return False
 
     def took(self, seconds: float, *, first: bool) -> None:
         """Note what a comparison has cost; the one right after the capture is no audit."""
-        if first:
-            self._last += seconds
-        else:
-            self._last = seconds
-            self._ledger.spent += seconds
+        self._last = seconds
+        if not first:
+            self._spent += seconds
             self._every *= 2
         self.left = self._every

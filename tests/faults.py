@@ -23,7 +23,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.step.phase_runner import PhaseRunner
-from pygraph_train.verification import Fingerprint, PlainRuns
+from pygraph_train.verification import PlainRuns
 
 __all__ = [
     "FAULTS",
@@ -53,7 +53,6 @@ def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = Non
 
 def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
     """Let every comparison of a replay with the step without a graph find a difference."""
-    _constant(Fingerprint, "compare", "planted")(patch)
     _constant(PlainRuns, "refuse", "planted")(patch)
 
 
