@@ -20,7 +20,16 @@ from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argu
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
 from pygraph_train.trees import map_leaves
 
-__all__ = ["COMMUNICATES", "caught", "communication", "halves", "prepared", "runner", "written_inputs"]
+__all__ = [
+    "COMMUNICATES",
+    "HostPart",
+    "caught",
+    "communication",
+    "halves",
+    "prepared",
+    "runner",
+    "written_inputs",
+]
 
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
@@ -232,37 +241,114 @@ def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
     sunk = {n for n in first if _name(n) in _ALIASES and all(u in rest for u in n.users)}
     rest = [n for n in first if n in sunk] + rest
     first = [n for n in first if n not in sunk]
-    inputs = [n for n in first if n.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     handed = [n for n in first if n.op.startswith("call") and any(u in rest for u in n.users)]
     modes = [n.args[0] for n in first if _name(n) == _GRAD_MODE]
     off = bool(modes) and modes[-1] is False
-
-    def graph(taken: list[Node], body: list[Node]) -> tuple[Graph, dict[Node, Node]]:
-        made, copy = Graph(), {}
-        for n in taken:
-            copy[n] = made.placeholder(n.name)
-        if body is rest and off:
-            made.call_function(set_grad_mode, (False,))
-        for n in body:
-            if n.op != "placeholder":
-                copy[n] = made.node_copy(n, copy.__getitem__)
-        return made, copy
-
-    head, copy = graph(inputs, first)
+    head = _graph_of(gm, inputs, first, handed)
+    tail = _graph_of(gm, inputs + handed, rest[:-1], rest[-1].args[0])
     if off:
-        head.call_function(set_grad_mode, (True,))
-    head.output(tuple(copy[n] for n in handed))
-    tail, _ = graph(inputs + handed, rest)
-    return GraphModule(gm, head), GraphModule(gm, tail)
+        begins = next(n for n in tail.graph.nodes if n.op != "placeholder")
+        for part, place_of, on in ((head, head.graph.output_node(), True), (tail, begins, False)):
+            with part.graph.inserting_before(place_of):
+                part.graph.call_function(set_grad_mode, (on,))
+            part.recompile()
+    return head, tail
 
 
-def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
+class HostPart:
+    """What the host computes of a graph on a device: random numbers that it draws, and batches that it sends there.
+
+    No graph of the device would do it again, so it runs in front of the rest, which takes what it makes.
+
+    Args:
+        gm: the graph.
+
+    Attributes:
+        rest: the graph without that part.
+        any: whether there is such a part.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        nodes, alone, front = list(gm.graph.nodes), set[Node](), dict[Node, None]()
+        for n in nodes[:-1]:
+            here = _is_on_host(n) and not _value(n).requires_grad
+            if not n.op.startswith("call"):
+                alone |= {n} if here or not isinstance(_value(n), Tensor) else set()
+            elif isinstance(_value(n), Tensor) and alone.issuperset(given := n.all_input_nodes):
+                sent = not here and any(map(_is_on_host, given))
+                follows = here and any(
+                    x in front or (x.op == "placeholder" and _is_on_host(x) and _value(x).dim())
+                    for x in given
+                )
+                if sent or follows or (here and (_writes(n) or _DRAWING.search(str(n.target)))):
+                    front[n] = None
+                alone |= {n} if here else set()
+        self.any = bool(front)
+        if not self.any:
+            return
+        results, needed = list(nodes[-1].args[0]), set(front)
+        for n in reversed(nodes):
+            needed |= set(n.all_input_nodes) if n in needed else set()
+        inputs, body = gm.graph.find_nodes(op="placeholder"), [n for n in nodes[:-1] if n not in front]
+        handed = [n for n in front if any(u not in front for u in n.users)]
+        crossing = [n for n in handed if any(u in body for u in n.users)]
+        kept = [n for n in inputs if n not in alone or any(u not in front for u in n.users)]
+        self._front = runner(_graph_of(gm, inputs, [n for n in nodes if n in needed], handed))
+        self._kept = [inputs.index(n) for n in kept]
+        self._crossing = [handed.index(n) for n in crossing]
+        self._results = [handed.index(n) if n in front else None for n in results]
+        self._examples = [_value(n) for n in crossing]
+        self.rest = _graph_of(gm, kept + crossing, body, [n for n in results if n not in front])
+
+    def examples(self, given: Sequence[Any]) -> list[Any]:
+        """What the rest is traced with, where the graph is traced with these."""
+        return [*(given[i] for i in self._kept), *self._examples]
+
+    def around(self, rest: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole graph, of which this computes the rest."""
+
+        def whole(*given: Any) -> Any:
+            handed = self._front(*given)
+            made = iter(rest(*(given[i] for i in self._kept), *(handed[i] for i in self._crossing)))
+            return tuple(next(made) if i is None else handed[i] for i in self._results)
+
+        return whole
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_on_host(node: Node) -> bool:
+    return isinstance(_value(node), Tensor) and bool(_value(node).is_cpu)
+
+
+def _graph_of(
+    gm: GraphModule, inputs: Sequence[Node], body: Sequence[Node], outputs: Sequence[Any]
+) -> GraphModule:
+    """A graph of some nodes of another one."""
+    made, copy = Graph(), dict[Node, Node]()
+    for n in inputs:
+        copy[n] = made.placeholder(n.name)
+        copy[n].meta = dict(n.meta)
+    for n in body:
+        if n not in copy and n.op != "placeholder":
+            copy[n] = made.node_copy(n, copy.__getitem__)
+    made.output(tuple(copy[n] if isinstance(n, Node) else n for n in outputs))
+    return GraphModule(gm, made)
+
+
+def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule, str | None]:
     """The graph with its higher-order operators made fit for eager kernels, and the reason why it stays plain.
 
     AOTAutograd (not `eager`) knows the operators as they are.
     """
     if communication(gm) is not None:
         return gm, COMMUNICATES
+    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    if device != "cpu" and any(_is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
+        return gm, "it draws random numbers on the host"  # a replay would not
     changed = _read_random_numbers(gm)
     for node in gm.graph.nodes:
         target = node.target

@@ -24,6 +24,7 @@ from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
+    HostPart,
     caught,
     communication,
     halves,
@@ -143,8 +144,15 @@ class PhaseRegions:
             if (where := look(gm)) is not None:
                 self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python
-        end, parts = end_of(gm), halves(gm)
+        end = end_of(gm)
         self.leads |= end is not None
+        if self.engine.device.type != "cpu" and (host := HostPart(gm)).any:
+            return host.around(self._region(host.rest, host.examples(examples), end))
+        return self._region(gm, examples, end)
+
+    def _region(self, gm: GraphModule, examples: Sequence[Any], end: Problem | None) -> Callable[..., Any]:
+        """What runs a graph, as far as a recording can hold it from one."""
+        parts = halves(gm)
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
         region.end = end
         self.regions.append(region)
@@ -306,7 +314,7 @@ class PhaseRegion:
     def __init__(self, owner: PhaseRegions, gm: GraphModule, examples: Sequence[Any]) -> None:
         self.owner = owner
         compiled = owner.kernels(gm, examples)
-        gm, why = prepared(gm, eager=compiled is None)
+        gm, why = prepared(gm, owner.engine.device.type, eager=compiled is None)
         self._plainly = self.run = compiled or runner(gm)
         self.end: Problem | None = None
         self._numbered: Numbers | None = None

@@ -782,11 +782,22 @@ def a_table_of_noise_levels(case: Case) -> Any:
     return step
 
 
+@case(19)
+def noise_levels_that_the_host_draws(case: Case) -> Any:
+    levels = torch.linspace(0, 1, 10)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        drawn = torch.randint(0, 10, (8,), device="cpu").to(x.device)
+        return mse_loss(case.model(x * levels[drawn][:, None]), torch.randn(8, 3, device=DEVICE))
+
+    return step
+
+
 @case(16)
 def a_layer_that_is_dropped_at_random(case: Case) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         out = case.model(x)
-        return cross_entropy(out * 1.01 if torch.rand([]) < 0.3 else out, y)
+        return cross_entropy(out * 1.01 if torch.rand([], device="cpu") < 0.3 else out, y)
 
     return step
 

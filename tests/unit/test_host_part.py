@@ -1,0 +1,112 @@
+"""What the host computes of a graph on a device. The device is "meta" here, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from pygraph_train.core.passes import HostPart, prepared
+
+pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("graphs are split, and none is recorded")]
+
+
+def graphs_of(fn: Callable[..., Any], *given: Any) -> list[GraphModule]:
+    torch.compiler.reset()
+    found: list[GraphModule] = []
+
+    def keep(gm: GraphModule, examples: Any) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    torch.compile(fn, backend=keep, dynamic=False)(*given)
+    return found
+
+
+def operations(gm: GraphModule) -> list[str]:
+    return [getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes if n.op.startswith("call")]
+
+
+def split(fn: Callable[..., Any], *given: Any) -> tuple[HostPart, Callable[..., Any]]:
+    """The part of the host, and the whole of a function with one graph."""
+    (gm,) = graphs_of(fn, *given)
+    part = HostPart(gm)
+    assert part.any
+    return part, part.around(part.rest.forward)
+
+
+ON_DEVICE = torch.zeros(4, 6, device="meta")
+
+
+def test_steps_of_noise_are_drawn_anew_and_sent() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(0, 1000, (4,), device="cpu")
+        return x * drawn.to(x.device)[:, None], drawn
+
+    part, whole = split(step, ON_DEVICE)
+    assert operations(part.rest) == ["getitem", "mul"]
+    torch.manual_seed(3)
+    expected = [torch.randint(0, 1000, (4,)) for _ in range(3)]
+    torch.manual_seed(3)
+    for drawn in expected:
+        scaled, found = whole(ON_DEVICE)
+        assert torch.equal(found, drawn) and scaled.shape == (4, 6) and scaled.is_meta
+    assert prepared(part.rest, "meta", eager=True)[1] is None
+
+
+def test_a_layer_is_dropped_by_what_the_host_draws() -> None:
+    """The graph ends where the host looks at the number; what is behind it is another one."""
+
+    def step(x: Tensor) -> Tensor:
+        x = x * 2
+        return x * 3 if torch.rand([]) < 0.5 else x
+
+    gm = graphs_of(step, ON_DEVICE)[0]
+    part = HostPart(gm)
+    assert operations(part.rest) == ["mul"]
+    assert prepared(gm, "meta", eager=True)[1] == "it draws random numbers on the host"
+    assert prepared(gm, "cpu", eager=True)[1] is None
+    whole = part.around(part.rest.forward)
+    torch.manual_seed(0)
+    found = [[bool(t) for t in whole(ON_DEVICE) if t.device.type == "cpu"] for _ in range(8)]
+    torch.manual_seed(0)
+    assert found == [[bool(torch.rand([]) < 0.5)] for _ in range(8)]
+
+
+def test_batches_are_sent_and_counted_on_the_host() -> None:
+    seen = torch.zeros((), dtype=torch.int64)
+
+    def step(x: Tensor, batch: Tensor, weights: Tensor) -> Tensor:
+        seen.add_(1)
+        return (x * weights + (batch * 2).to("meta")).sum() * torch.tensor(0.5)
+
+    weights = torch.zeros(6, device="meta", requires_grad=True)
+    part, _ = split(step, ON_DEVICE, torch.ones(4, 6), weights)
+    assert "add_" not in operations(part.rest) and "to" not in operations(part.rest)
+    devices = [n.meta["example_value"].device.type for n in part.rest.graph.find_nodes(op="placeholder")]
+    assert devices == ["meta"] * 3
+    (gm,) = graphs_of(step, ON_DEVICE, torch.ones(4, 6), weights)
+    examples = HostPart(gm).examples([n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")])
+    assert [t.device.type for t in examples] == ["meta"] * 3
+    assert "tensor" in operations(part.rest), "a number of the host stays where it is used"
+
+
+def test_a_draw_that_depends_on_the_device_stays_and_has_no_graph() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * torch.rand(())
+
+    part, _ = split(step, ON_DEVICE)
+    (_, crossing) = part.rest.graph.find_nodes(op="placeholder")
+    assert crossing.meta["example_value"].device.type == "cpu", "a region refuses such an input"
+
+
+def test_nothing_is_split_where_the_host_computes_nothing() -> None:
+    def step(x: Tensor) -> Tensor:
+        return (x * torch.tensor(0.5) + torch.randn(6, device="meta")).sum()
+
+    (gm,) = graphs_of(step, ON_DEVICE)
+    assert not HostPart(gm).any and prepared(gm, "meta", eager=True)[1] is None
