@@ -227,16 +227,18 @@ def _only_raises(handler: ast.ExceptHandler) -> bool:
 
 
 def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
-    """The graph up to what no recording can hold, and the rest, which takes all inputs and what the first half makes.
+    """The graph without what no recording can hold, and the rest, which takes all inputs and what the first half makes.
 
-    None where nothing is in the way, or where autocast begins or ends in only one of the halves.
+    The rest begins with an operation for which the host waits. What is fetched from a device, and what is computed of
+    that, is part of it as well. None where nothing is in the way, or where autocast begins or ends in only one of the
+    halves.
     """
+    fetched = _fetched(gm)
     nodes = list(gm.graph.nodes)
-    place = next((i for i, n in enumerate(nodes) if _name(n) in _OBSTACLES | _WAIT), None)
-    if place is None:
-        return None
-    first, rest = nodes[:place], nodes[place:]
-    if sum(_AUTOCAST.get(_name(n), 0) for n in first):
+    place = next((i for i, n in enumerate(nodes) if _name(n) in _OBSTACLES | _WAIT), len(nodes) - 1)
+    first = [n for n in nodes[:place] if n not in fetched]
+    rest = [n for n in nodes[:place] if n in fetched] + nodes[place:]
+    if len(rest) == 1 or sum(_AUTOCAST.get(_name(n), 0) for n in first) != 0:
         return None
     sunk = {n for n in first if _name(n) in _ALIASES and all(u in rest for u in n.users)}
     rest = [n for n in first if n in sunk] + rest
@@ -254,6 +256,34 @@ def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
                 part.graph.call_function(set_grad_mode, (on,))
             part.recompile()
     return head, tail
+
+
+def _fetched(gm: GraphModule) -> set[Node]:
+    """What is copied from a device to the host, and what is computed of it: none where some of it needs gradients.
+
+    It runs last, and what it is copied from may be written until then: it is copied from a clone without gradients.
+    """
+    found: dict[Node, list[Node]] = {}
+    for n in gm.graph.nodes:
+        sources = [x for x in n.all_input_nodes if isinstance(_value(x), Tensor)]
+        there = [x for x in sources if x not in found and not _is_on_host(x)]
+        if n.op.startswith("call") and (any(x in found for x in sources) or (_is_on_host(n) and bool(there))):
+            found[n] = there
+    if any(map(_needs_gradient, found)):
+        return set()
+    for n, there in found.items():
+        for x in there:
+            kept = x
+            for operation in ("detach", "clone"):
+                with gm.graph.inserting_before(n):
+                    kept = gm.graph.call_method(operation, (kept,))
+                kept.meta["example_value"] = _value(x).detach()
+            n.replace_input_with(x, kept)
+    return set(found)
+
+
+def _needs_gradient(node: Node) -> bool:
+    return isinstance(_value(node), Tensor) and bool(_value(node).requires_grad)
 
 
 class HostPart:

@@ -782,6 +782,18 @@ def a_table_of_noise_levels(case: Case) -> Any:
     return step
 
 
+@case(16)
+def predictions_are_fetched(case: Case) -> Any:
+    fetched = case.seen["fetched"] = []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        out = case.model(x)
+        fetched.append((out.detach().cpu() + 1, (out.argmax(1) == y).float().mean().to("cpu")))
+        return cross_entropy(out, y)
+
+    return step
+
+
 @case(19)
 def noise_levels_that_the_host_draws(case: Case) -> Any:
     levels = torch.linspace(0, 1, 10)

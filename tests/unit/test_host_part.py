@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pygraph_train.core.passes import HostPart, prepared
+from pygraph_train.core import passes
+from pygraph_train.core.passes import HostPart, halves, prepared
 
 pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("graphs are split, and none is recorded")]
 
@@ -110,3 +111,51 @@ def test_nothing_is_split_where_the_host_computes_nothing() -> None:
 
     (gm,) = graphs_of(step, ON_DEVICE)
     assert not HostPart(gm).any and prepared(gm, "meta", eager=True)[1] is None
+
+
+@pytest.fixture
+def float64_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So both parts can run on a CPU."""
+    monkeypatch.setattr(
+        passes, "_is_on_host", lambda n: getattr(passes._value(n), "dtype", None) is torch.float64
+    )
+
+
+WEIGHTS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_()
+
+
+@pytest.mark.usefixtures("float64_is_of_the_host")
+def test_what_a_step_fetches_is_fetched_last() -> None:
+    """It is what it was where the step fetches it, though the step writes there later."""
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        out = x @ WEIGHTS
+        kept = out.detach().to(torch.float64)
+        with torch.no_grad():
+            right = (out.to(torch.float64) > 0).double().mean()
+        out = torch.nn.functional.relu(out, inplace=True)
+        return out.sum(), kept, right
+
+    x = torch.linspace(-2, 2, 24).view(4, 6)
+    (gm,) = graphs_of(step, x)
+    expected = step(x)
+    parts = halves(gm)
+    assert parts is not None
+    head = parts[0]
+    assert "to" not in operations(head) and "mean" not in operations(head) and "relu" in operations(head)
+    inputs = [n.meta["example_value"].shape for n in gm.graph.find_nodes(op="placeholder")]
+    given = [x if shape == x.shape else WEIGHTS for shape in inputs]
+    found = parts[1](*given, *parts[0](*given))
+    assert all(map(torch.equal, found, expected)) and torch.is_grad_enabled()
+    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected] == [True, False, False]
+    (gradient,) = torch.autograd.grad(found[0], WEIGHTS)
+    assert torch.equal(gradient, torch.autograd.grad(expected[0], WEIGHTS)[0])
+
+
+@pytest.mark.usefixtures("float64_is_of_the_host")
+def test_what_is_fetched_and_sent_back_stays() -> None:
+    def step(x: Tensor) -> Tensor:
+        return (x @ WEIGHTS).to(torch.float64).float().sum()
+
+    (gm,) = graphs_of(step, torch.ones(4, 6))
+    assert halves(gm) is None
