@@ -73,6 +73,9 @@ _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
 
+_MOST_MODULES = 128
+"""Modules with a region of their own for a graph that they share."""
+
 _LARGE = 1 << 20
 """Bytes of a gradient that is moved alone: the kernel takes longer than its launch."""
 
@@ -156,15 +159,30 @@ class PhaseRegions:
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
         region.end = end
         self.regions.append(region)
-        made = functools.partial(self.boundary.make, region, region.run_plainly)
-        if parts is None:
-            return made
-        rest = runner(parts[1])
+        stay = self.lent is None  # gathered parameters may be others in each call
+        first = next((i for i, t in enumerate(examples) if stay and isinstance(t, nn.Parameter)), None)
+        of: dict[int | None, PhaseRegion] = {}
 
-        def both(*given: Any) -> Any:
-            return rest(*given, *made(*given))
+        def made(*given: Any) -> Any:
+            """Modules of one class, as the layers of a model are, share a graph. Each has a region of its own."""
+            key = None if first is None else id(given[first])
+            here = of.get(key)
+            if here is None:
+                here = surely(lambda: self._region_of(region, of, key), FORWARD)
+            return self.boundary.make(here, here.run_plainly, *given)
 
-        return both
+        rest = None if parts is None else runner(parts[1])
+        return made if rest is None else lambda *given: rest(*given, *made(*given))
+
+    def _region_of(
+        self, shared: PhaseRegion, of: dict[int | None, PhaseRegion], parameter: int | None
+    ) -> PhaseRegion:
+        if not of or len(of) == _MOST_MODULES:
+            return of.setdefault(parameter, shared)
+        region = of[parameter] = shared.another()
+        region.end = shared.end
+        self.regions.append(region)
+        return region
 
     @property
     def compiles(self) -> bool:
@@ -372,7 +390,7 @@ class PhaseRegion:
 
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason
-        self.close()
+        self.close(but_pending=True)
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 
     def differentiated_twice(self) -> None:
@@ -385,11 +403,12 @@ class PhaseRegion:
         self.keeps = True
         self.slots.clear()  # those with pending backwards live on
 
-    def close(self) -> None:
-        """Release its graphs."""
+    def close(self, *, but_pending: bool = False) -> None:
+        """Release its graphs, or those whose backward cannot come any more. The others are gone when it has come."""
         for slots in self.slots.values():
             for slot in slots:
-                quietly(slot.close)
+                if not but_pending or slot.free:
+                    quietly(slot.close)
         self.slots.clear()
 
     def __call__(self, *given: Any) -> Any:

@@ -136,6 +136,28 @@ def test_dropout_and_noise_draw_the_same_numbers(run: Run) -> None:
     trains(run, model, step_fn)
 
 
+class LeftOut(nn.Module):
+    """Layers share Dynamo's graphs, which end where each of them may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.1
+        if torch.rand([], device="cpu") < 0.1:
+            return x
+        return torch.tanh(self.linear(x)) + x
+
+
+@same_as_plain(replays=30, updates=12)
+def test_layers_are_left_out_at_random(run: Run) -> None:
+    model = nn.Sequential(*(LeftOut() for _ in range(3)), nn.Linear(6, 3))
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for batch in batches(60):
+        step(batch)
+
+
 @same_as_plain(replays=12)
 def test_running_statistics_follow_every_forward(run: Run) -> None:
     model = nn.Sequential(
