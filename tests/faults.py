@@ -53,6 +53,7 @@ def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = Non
 
 def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
     """Let every comparison of a replay with the step without a graph find a difference."""
+    _constant(PlainRuns, "same", False)(patch)
     _constant(PlainRuns, "refuse", "planted")(patch)
 
 

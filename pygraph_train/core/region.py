@@ -361,6 +361,7 @@ class PhaseRegion:
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
+        self._held: list[tuple[weakref.ref[Tensor], int]] = []
         self.reason = None
         self.counts = True
         self.inference = False
@@ -498,6 +499,9 @@ class PhaseRegion:
         places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
+        # those that are lent are copied for each backward
+        held = () if self.owner.lent else [t for t in given if isinstance(t, nn.Parameter)]
+        self._held = [(weakref.ref(t), _place(t)) for t in held]
         seen = [
             self._seen(i, t, shared=places.count(_place(t)) > 1)
             if isinstance(t, Tensor) and t.requires_grad and i not in kept
@@ -526,6 +530,8 @@ class PhaseRegion:
             self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
             self.keeps |= backward_keeps_graph()
+            if any((t := ref()) is not None and _place(t) != place for ref, place in self._held):
+                self._stays_plain(Problem("its parameters move between forward and backward"))
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
                 self._stays_plain(Problem(_INNER_GRADIENT))
             if torch.is_grad_enabled():

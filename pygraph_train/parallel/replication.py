@@ -18,7 +18,12 @@ from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import around_forward
 from pygraph_train.torch_private.memory import local_tensor
 
-__all__ = ["Replicas", "Replication", "replication_of", "why_not_spread"]
+__all__ = ["Replicas", "Replication", "is_sharded", "replication_of", "why_not_spread"]
+
+_DTENSORS = Problem(
+    "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within forward and "
+    "backward"
+)
 
 
 class Replication:
@@ -107,11 +112,25 @@ def replication_of(model: nn.Module) -> Replication:
             return _Shards("FullyShardedDataParallel")
         if isinstance(module, fsdp.FSDPModule):
             sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-            return _Shards("FSDP", [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])])
+            blocks = [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])]
+            return _Shards("FSDP", [m for m in blocks if not any(map(_is_split_twice, m.parameters()))])
     if any(local_tensor(p) is not p for p in model.parameters()):
-        return _Shards("sharding (DTensor)")
+        found = _Shards("sharding (DTensor)")
+        found.problem = _DTENSORS
+        return found
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     return Replication() if wrapper is None else Replicas(wrapper)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP gathers the parameters of this module, and of the modules in it, around their calls."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
+def _is_split_twice(parameter: nn.Parameter) -> bool:
+    """Whether it is a DTensor still when FSDP has gathered it, as with tensor parallelism inside of FSDP."""
+    return sum(not placed.is_replicate() for placed in getattr(parameter, "placements", ())) > 1
 
 
 def why_not_spread(over: str | None) -> Problem | None:

@@ -11,6 +11,7 @@ from torch import nn
 from pygraph_train.boundary import arranged
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.parallel.replication import is_sharded
 from pygraph_train.patches import standing_in
 from pygraph_train.step.loop import Loop
 from pygraph_train.trees import detached_results
@@ -101,9 +102,11 @@ def called_parts(module: nn.Module, base: type[nn.Module] = nn.Module) -> Iterat
         module: holds all modules of the step.
         base: a class that has no forward of its own to call.
     """
-    if type(module).forward is not base.forward:
+    sharded = is_sharded(module)
+    if sharded or type(module).forward is not base.forward:
         yield module
-    yield from _parts(module)
+    if not sharded:  # its parts have no parameters of their own
+        yield from _parts(module)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -213,7 +213,10 @@ class Run:
     def gives_reasons(self) -> bool:
         """Whether reports say why something did not run from graphs."""
         return any(
-            told.get("fallbacks") or told.get("notes") or any(r["reason"] for r in told.get("regions", ()))
+            "In the way of" in told.get("headline", "")  # of a part, which has a report of its own
+            or told.get("fallbacks")
+            or told.get("notes")
+            or any(r["reason"] for r in told.get("regions", ()))
             for told in self.told
         )
 

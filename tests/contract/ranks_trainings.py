@@ -7,7 +7,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
+from pygraph_train import backend
 from tests.faults import nothing_compares_equal, nothing_is_captured, steps_fail
 
 from .compare import Run, compare
@@ -96,6 +99,48 @@ def halved(state: None, bucket: Any) -> Any:
 
 
 halved.__annotations__.clear()  # torch refuses texts
+
+
+def micro_batches(run: Run, rank: int, *, how: str, fails: str = "") -> None:
+    """Gradients are not exchanged before the last of three micro-batches: `no_sync()` is around or inside of steps."""
+    model, data = replicated(run, rank)
+    optimizer = adamw(model)
+
+    def backward(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y) / 3
+        loss.backward()
+        return loss
+
+    def by_hand(x: Tensor, y: Tensor) -> Tensor:
+        with model.no_sync() if how == "inside" and not update else nullcontext():
+            loss = backward(x, y)
+        if update:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def all_in_one(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward(x, y)
+            backward(x[2:], y[2:])
+        loss = backward(x, y)
+        optimizer.step()
+        return loss.detach()
+
+    given: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with failing(run, rank, fails):
+        if how == "accumulate":
+            step = run.step(lambda x, y: cross_entropy(model(x), y) / 3, **given)
+        else:
+            fn = all_in_one if how == "all in one" else by_hand
+            step = run.step(fn, **given, manual_optimization=True)
+        for number, batch in enumerate(data):
+            update = number % 3 == 2
+            outside = how in ("accumulate", "around") and not update
+            with model.no_sync() if outside else nullcontext():
+                step.accumulate(*batch) if outside and how == "accumulate" else step(*batch)
 
 
 def a_model_that_communicates(run: Run, rank: int) -> None:
@@ -357,7 +402,89 @@ def blocks_by_hand(
                 model.train()
 
 
-def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: Any) -> None:
+def a_model_in_fsdp1(run: Run, rank: int, *, by_hand: bool) -> None:
+    model = FullyShardedDataParallel(transformer(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = adamw(model)
+    torch.manual_seed(rank)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y)
+        if by_hand:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach() if by_hand else loss
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=by_hand)
+    for batch in batches(16, seed=rank):
+        step(*batch)
+    if run.ours:
+        assert (
+            step.report().to_dict()["phases_from_graphs"]["F"] == 0
+        )  # a backward finds parameters elsewhere
+
+
+def blocks_of_a_compiled_model(run: Run, rank: int) -> None:
+    """FSDP2 frees the parameters of a block between forward and backward."""
+    model = transformer()
+    for module in (*model[2:4], model):
+        fully_shard(module, mesh=distributed.init_device_mesh("cpu", (2,)))
+    optimizer = adamw(model)
+    torch.manual_seed(rank)
+    compiled = run.compile(model, compile=False)
+    for x, y in run.each(batches(12, seed=rank)):
+        optimizer.zero_grad()
+        cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    if run.ours:
+        rows = [row for row in backend.report().to_dict()["regions"] if "move between" in row["reason"]]
+        assert rows and not any(row["replays"] for row in rows)
+
+
+def halves(mesh: Any) -> nn.Sequential:
+    """Each of two ranks computes a half of the layer in the middle."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 4))
+    whole = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": whole})
+    return model
+
+
+def tensor_parallel(
+    run: Run,
+    rank: int,
+    *,
+    by_hand: bool = False,
+    clip: float | None = None,
+    beside: bool = False,
+    shard: bool = False,
+) -> None:
+    """Both ranks get the same batches. `beside` puts layers that each has as a whole around those that are split."""
+    names = ("data", "tensor")  # with shards each rank has the whole of its half of the parameters
+    mesh = distributed.init_device_mesh("cpu", (2, 1) if shard else (1, 2), mesh_dim_names=names)
+    middle = halves(mesh["tensor"])
+    if shard:
+        fully_shard(middle, mesh=mesh["data"])
+    around = [nn.Sequential(nn.Linear(n, n), nn.Tanh(), nn.Linear(n, n), nn.Dropout(0.1)) for n in (6, 4)]
+    model = nn.Sequential(around[0], middle, around[1]) if beside else middle
+    optimizer = adamw(model, fused=not beside)  # fused kernels of torch take no mixture
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y)
+        if by_hand:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach() if by_hand else loss
+
+    given: dict[str, Any] = {"manual_optimization": True} if by_hand else {"max_grad_norm": clip}
+    step = run.step(step_fn, model=model, optimizer=optimizer, **given)
+    for batch in batches(24):
+        step(*batch)
+
+
+def a_lightning_trainer(
+    run: Run, rank: int, *, shard: bool = False, tensor: bool = False, **options: Any
+) -> None:
     """Logged values are reduced over the ranks."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -371,12 +498,15 @@ def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: 
             return loss
 
         def configure_model(self) -> None:
+            if tensor:
+                self.net = halves(self.device_mesh["tensor_parallel"])
             if shard:
                 self.net.norm = nn.LayerNorm(8)  # BatchNorm's buffers would differ
                 for module in (self.net.second, self.net):
                     fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if shard else "ddp"
+    sizes = {"data_parallel_size": 1 if tensor else 2, "tensor_parallel_size": 2 if tensor else 1}
+    strategy = ModelParallelStrategy(**sizes) if shard or tensor else "ddp"
     machine = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
     data = {"train": loader(batches(16, seed=rank)), "validation": loader(batches(2, seed=rank))}
     fit(run, Logging(), max_epochs=2, logger=memory_logger()(), **data, **machine, **options)

@@ -50,6 +50,17 @@ def test_unused_parameters_are_looked_for(ranks: Ranks) -> None:
     trained(ranks, "replicas", options={"find_unused_parameters": True}, refused="DDP reads on the host")
 
 
+@pytest.mark.parametrize("how", ["around", "inside", "accumulate", "all in one"])
+@pytest.mark.slow_after(2)
+def test_micro_batches_without_an_exchange(ranks: Ranks, how: str) -> None:
+    trained(ranks, "micro_batches", options={"how": how}, replays=24, updates=6)
+
+
+def test_micro_batches_of_which_one_rank_has_no_graphs(ranks: Ranks) -> None:
+    options = {"how": "inside", "fails": "comparisons fail"}
+    trained(ranks, "micro_batches", options=options, refused="one rank cannot replay")
+
+
 def test_a_model_that_communicates(ranks: Ranks) -> None:
     trained(ranks, "a_model_that_communicates", replays=12)
 
@@ -130,6 +141,35 @@ def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
 @pytest.mark.slow_after(1)
 def test_blocks_of_shards_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: str) -> None:
     trained(ranks, "blocks_by_hand", options={"fails": fails}, refused="one rank cannot replay")
+
+
+def test_blocks_of_shards_of_a_compiled_model(ranks: Ranks) -> None:
+    trained(ranks, "blocks_of_a_compiled_model", refused="their parameters move between forward and backward")
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_model_in_fsdp1(ranks: Ranks, by_hand: bool) -> None:
+    trained(ranks, "a_model_in_fsdp1", options={"by_hand": by_hand}, refused="parameters are sharded")
+
+
+TENSOR_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "as it is": ({}, {"replays": 0, "updates": 12}),
+    "by hand": ({"by_hand": True}, {"replays": 0, "updates": 12}),
+    "clipped": ({"clip": 0.5}, {"replays": 0}),
+    "inside of FSDP2": ({"by_hand": True, "shard": True}, {"replays": 0, "updates": 12}),
+    "beside layers that each rank has": ({"by_hand": True, "beside": True}, {"replays": 12, "updates": 0}),
+}
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_tensor_parallelism(ranks: Ranks, name: str) -> None:
+    options, expected = TENSOR_PARALLEL[name]
+    trained(ranks, "tensor_parallel", options=options, **expected)
+
+
+def test_a_lightning_trainer_with_tensor_parallelism(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.pytorch")
+    trained(ranks, "a_lightning_trainer", options={"tensor": True}, replays=0, updates=12)
 
 
 def test_a_lightning_trainer(ranks: Ranks) -> None:

@@ -67,7 +67,8 @@ def test_parameters_that_are_spread_over_a_mesh_have_no_graphs(tmp_path: Path) -
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
         assert reason(replication_of(model).problem) == (
-            "sharding (DTensor) gives each process a part of each parameter, and no graph holds a part of a parameter"
+            "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within "
+            "forward and backward"
         )
     finally:
         distributed.destroy_process_group()
