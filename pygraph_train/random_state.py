@@ -28,11 +28,10 @@ class HostRandomState:
     def __init__(self, generators: Collection[str] = GENERATORS) -> None:
         self._states: dict[str, Any] = {name: _state_of(name) for name in generators}
 
-    def restore(self, *, but: Collection[str] = ()) -> None:
-        """Put the generators back to where they were, except those named in `but`."""
+    def restore(self) -> None:
+        """Put the generators back to where they were."""
         for name, state in self._states.items():
-            if name not in but:
-                _put_back(name, state)
+            _put_back(name, state)
 
     def moved(self, later: HostRandomState) -> frozenset[str]:
         """Generators that are elsewhere in a later state of the same ones."""

@@ -24,7 +24,6 @@ _PART = 1 << 21
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
 
-
 _MOST_NOISE = 0.05
 """Runs that differ by more, relative to all of the loss or of the gradients, show nothing."""
 

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from pygraph_train.core.passes import value_of
+
 __all__ = ["Numbers"]
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _EXACT: set[Any] = {operator.mul, operator.add, operator.sub, operator.imul, operator.iadd, operator.isub}
 _EXACT |= {torch.mul, torch.add, torch.sub, "mul", "add", "sub"}
 _DIVIDES: set[Any] = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "true_divide"}
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value")
 
 
 def _is_read(node: Node) -> bool:
@@ -34,14 +32,14 @@ def _is_read(node: Node) -> bool:
     source = node.args[0]
     if not isinstance(source, Node):
         return False
-    value = _value(source)
+    value = value_of(source)
     return source.op == "placeholder" and isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
 
 
 def _is_number(node: Node) -> bool:
     if not node.op.startswith("call"):
         return False
-    return _is_read(node) or isinstance(_value(node), _SYMBOLS) or node.target is torch.scalar_tensor
+    return _is_read(node) or isinstance(value_of(node), _SYMBOLS) or node.target is torch.scalar_tensor
 
 
 class Numbers:
@@ -62,7 +60,7 @@ class Numbers:
         self._read = [i for i, n in enumerate(placeholders) if n in read]
         roots: dict[Node, frozenset[Node]] = {}
         for n in nodes:
-            if n in read or (n.op == "placeholder" and isinstance(_value(n), _SYMBOLS)):
+            if n in read or (n.op == "placeholder" and isinstance(value_of(n), _SYMBOLS)):
                 roots[n] = frozenset([n])
             elif _is_number(n) and n.all_input_nodes and all(x in roots for x in n.all_input_nodes):
                 roots[n] = frozenset().union(*(roots[x] for x in n.all_input_nodes))
@@ -118,7 +116,7 @@ class Numbers:
             return True
         others = [x for x in node.all_input_nodes if x not in roots]
         exact = node.target in _EXACT or (node.target in _DIVIDES and node.args[0] in others)
-        made = _value(node)
+        made = value_of(node)
         return (
             exact
             and len(node.args) == 2
@@ -126,8 +124,8 @@ class Numbers:
             and len(others) == 1
             and isinstance(made, Tensor)
             and made.dtype in (torch.float32, torch.float64)
-            and isinstance(_value(others[0]), Tensor)
-            and _value(others[0]).dtype is made.dtype
+            and isinstance(value_of(others[0]), Tensor)
+            and value_of(others[0]).dtype is made.dtype
         )
 
     @staticmethod
@@ -135,7 +133,7 @@ class Numbers:
         node: Node, roots: dict[Node, frozenset[Node]]
     ) -> tuple[torch.dtype, torch.device, bool]:
         """Of the tensor for a number: dtype, device, and whether it holds the inverse, by which CUDA multiplies."""
-        like = next(_value(x) for x in node.all_input_nodes if x not in roots)
+        like = next(value_of(x) for x in node.all_input_nodes if x not in roots)
         return like.dtype, like.device, node.target in _DIVIDES and like.is_cuda
 
     @staticmethod

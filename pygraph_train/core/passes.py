@@ -34,7 +34,6 @@ __all__ = [
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
 
-
 _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tensors"}
 """What gives a tensor other memory, which a graph would not find."""
 
@@ -49,7 +48,6 @@ _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
 _MODES = {_GRAD_MODE, "_enter_autocast", "_sdpa_kernel", "_set_sdp_priority_order"}
 _AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
-
 
 _WRITING_OPERATORS = {
     "setitem",
@@ -265,7 +263,7 @@ def _fetched(gm: GraphModule) -> set[Node]:
     """
     found: dict[Node, list[Node]] = {}
     for n in gm.graph.nodes:
-        sources = [x for x in n.all_input_nodes if isinstance(_value(x), Tensor)]
+        sources = [x for x in n.all_input_nodes if isinstance(value_of(x), Tensor)]
         there = [x for x in sources if x not in found and not _is_on_host(x)]
         if n.op.startswith("call") and (any(x in found for x in sources) or (_is_on_host(n) and bool(there))):
             found[n] = there
@@ -277,13 +275,13 @@ def _fetched(gm: GraphModule) -> set[Node]:
             for operation in ("detach", "clone"):
                 with gm.graph.inserting_before(n):
                     kept = gm.graph.call_method(operation, (kept,))
-                kept.meta["example_value"] = _value(x).detach()
+                kept.meta["example_value"] = value_of(x).detach()
             n.replace_input_with(x, kept)
     return set(found)
 
 
 def _needs_gradient(node: Node) -> bool:
-    return isinstance(_value(node), Tensor) and bool(_value(node).requires_grad)
+    return isinstance(value_of(node), Tensor) and bool(value_of(node).requires_grad)
 
 
 class HostPart:
@@ -302,13 +300,13 @@ class HostPart:
     def __init__(self, gm: GraphModule) -> None:
         nodes, alone, front = list(gm.graph.nodes), set[Node](), dict[Node, None]()
         for n in nodes[:-1]:
-            here = _is_on_host(n) and not _value(n).requires_grad
+            here = _is_on_host(n) and not value_of(n).requires_grad
             if not n.op.startswith("call"):
-                alone |= {n} if here or not isinstance(_value(n), Tensor) else set()
-            elif isinstance(_value(n), Tensor) and alone.issuperset(given := n.all_input_nodes):
+                alone |= {n} if here or not isinstance(value_of(n), Tensor) else set()
+            elif isinstance(value_of(n), Tensor) and alone.issuperset(given := n.all_input_nodes):
                 sent = not here and any(map(_is_on_host, given))
                 follows = here and any(
-                    x in front or (x.op == "placeholder" and _is_on_host(x) and _value(x).dim())
+                    x in front or (x.op == "placeholder" and _is_on_host(x) and value_of(x).dim())
                     for x in given
                 )
                 if sent or follows or (here and (_writes(n) or _DRAWING.search(str(n.target)))):
@@ -328,7 +326,7 @@ class HostPart:
         self._kept = [inputs.index(n) for n in kept]
         self._crossing = [handed.index(n) for n in crossing]
         self._results = [handed.index(n) if n in front else None for n in results]
-        self._examples = [_value(n) for n in crossing]
+        self._examples = [value_of(n) for n in crossing]
         self.rest = _graph_of(gm, kept + crossing, body, [n for n in results if n not in front])
 
     def examples(self, given: Sequence[Any]) -> list[Any]:
@@ -346,12 +344,13 @@ class HostPart:
         return whole
 
 
-def _value(node: Node) -> Any:
+def value_of(node: Node) -> Any:
+    """The fake tensor, or the number, that stands for what a node computes."""
     return node.meta.get("example_value")
 
 
 def _is_on_host(node: Node) -> bool:
-    return isinstance(_value(node), Tensor) and bool(_value(node).is_cpu)
+    return isinstance(value_of(node), Tensor) and bool(value_of(node).is_cpu)
 
 
 def _graph_of(

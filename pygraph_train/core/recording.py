@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
 
-
 _DRAWN = ("torch", OF_DEVICES)
 
 

@@ -72,7 +72,6 @@ _AGAIN = 2
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
-
 _MOST_MODULES = 128
 """Modules with a region of their own for a graph that they share."""
 
@@ -81,7 +80,6 @@ _LARGE = 1 << 20
 
 _MOST_SIZES = 3
 """Of inputs, which the report names for one recording."""
-
 
 _needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
@@ -114,6 +112,7 @@ class PhaseRegions:
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
         sizes: those of the inputs of the first of them, as in "8x128, 8".
+        gradients: by parameter, where recordings put its gradient.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class PhaseRegions:
         self.end: Problem | None = None
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
-        self._gradients: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -224,7 +223,7 @@ class PhaseRegions:
             if (
                 key is not None
                 and gradient is not None
-                and _looks(known := self._gradients[key]) == _looks(gradient)
+                and _looks(known := self.gradients[key]) == _looks(gradient)
             ):
                 found[k], lead.grad = known.copy_(gradient), None
 
@@ -236,7 +235,7 @@ class PhaseRegions:
             small: list[tuple[Tensor, Tensor]] = []
             for k, (key, lead) in enumerate(zip(parameters, leads, strict=True)):
                 if (gradient := lead.grad) is not None:
-                    known = self._gradients[key] if key is not None and self.delivers else gradient
+                    known = self.gradients[key] if key is not None and self.delivers else gradient
                     if known is not gradient and _looks(known) == _looks(gradient):
                         small.append((known, gradient))
                         gradient = known
@@ -251,13 +250,13 @@ class PhaseRegions:
 
     def make_places(self, parameters: Sequence[Tensor]) -> None:
         """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
-        new = [p for p in parameters if id(p) not in self._gradients] if self.delivers else []
+        new = [p for p in parameters if id(p) not in self.gradients] if self.delivers else []
         if not new:
             return
         lie = [p.grad for p in new if p.is_leaf and type(p.grad) is Tensor and is_alone(p.grad)]
         move_together(lie, self.engine)  # out of the memory of the steps without a graph
         with self.engine.lasting_memory():
-            self._gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
+            self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
         """After a capture: make other places for gradients that `placed` has left where they were.
@@ -267,9 +266,9 @@ class PhaseRegions:
         """
         moved = False
         for parameter, gradient in zip(parameters, gradients, strict=True) if self.delivers else ():
-            if parameter is not None and gradient is not None and self._gradients[parameter] is not gradient:
+            if parameter is not None and gradient is not None and self.gradients[parameter] is not gradient:
                 with self.engine.lasting_memory():
-                    self._gradients[parameter] = torch.empty_like(gradient)
+                    self.gradients[parameter] = torch.empty_like(gradient)
                 moved = True
         return moved
 
@@ -280,8 +279,8 @@ class PhaseRegions:
 
     def make_way(self, given: Sequence[Any]) -> None:
         """Before a recording or a comparison computes gradients where those lie that wait for further micro-batches."""
-        held = [t for t in given if id(t) in self._gradients]
-        self.delivery.make_way(held, [self._gradients[id(t)] for t in held])
+        held = [t for t in given if id(t) in self.gradients]
+        self.delivery.make_way(held, [self.gradients[id(t)] for t in held])
 
     @property
     def shapes(self) -> int:
@@ -651,8 +650,10 @@ class PhaseRegion:
 
     @contextmanager
     def _undone(self, given: Sequence[Any]) -> Iterator[None]:
-        """Around what must leave no trace: random states, and what the region writes of its fixed inputs."""
-        before = ScratchState(self.owner.engine.device, self._changed(given))
+        """Around what must leave no trace: random states, what the region writes, and gradients that it reads."""
+        places = set(map(Tensor.data_ptr, self.owner.gradients.values()))
+        read = [given[i] for i in self._moving if given[i].numel() and given[i].data_ptr() in places]
+        before = ScratchState(self.owner.engine.device, [*self._changed(given), *read])
         try:
             yield
         finally:

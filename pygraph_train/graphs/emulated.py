@@ -35,7 +35,7 @@ from pygraph_train.torch_private.dispatch import (
 )
 from pygraph_train.torch_private.memory import storage_key
 
-__all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
+__all__ = ["EmulatedEngine", "EmulatedGraph"]
 
 T = TypeVar("T")
 
@@ -56,11 +56,6 @@ _aten = torch.ops.aten
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of operators that talk to other processes."""
-
-
-def is_capturing() -> bool:
-    """Whether an emulated capture is under way in this thread."""
-    return _one_capture.here
 
 
 class EmulatedEngine:

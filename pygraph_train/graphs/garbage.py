@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 __all__ = ["Garbage"]
 
-
 _RARELY = 50
 """A collection looks at everything where the last one that did is so many times longer ago than it took."""
 

@@ -75,7 +75,6 @@ _NO_GRADIENT = (
 
 _grad = operator.attrgetter("grad")
 
-
 _dtype = operator.attrgetter("dtype")
 
 

@@ -86,6 +86,22 @@ def test_gradients_that_a_hook_changes(run: Run) -> None:
     fit(run, Scaling(), loader(batches(24)))
 
 
+@same_as_plain(replays=15)
+def test_a_step_reads_gradients_of_the_step_before(run: Run) -> None:
+    """So it does when a shape is recorded, whose comparison computes gradients at the same place."""
+
+    class Reading(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            before = self.net.second.weight.grad
+            return {"loss": loss, "norm": torch.zeros_like(loss) if before is None else before.norm()}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run.note("norm", outputs["norm"].detach().clone())
+
+    fit(run, Reading(), loader(2 * [*batches(13), *batches(1, size=3)]))
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 @same_as_plain(replays=15)
 def test_the_package_of_another_name(run: Run, *, by_hand: bool) -> None:

@@ -14,7 +14,7 @@ from ranks import alone_in_a_group
 from torch import distributed, nn
 from torch.distributed import _functional_collectives as functional_collectives
 
-from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
+from pygraph_train.graphs.emulated import EmulatedEngine, _one_capture
 from pygraph_train.graphs.engine import CaptureError, Engine, Graph
 from pygraph_train.problems import user_location
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 def engine() -> Iterator[EmulatedEngine]:
     torch.manual_seed(0)
     yield EmulatedEngine()
-    assert not is_capturing()
+    assert not _one_capture.here
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -443,7 +443,7 @@ def test_exception_passes_through_and_contents_are_restored(
 
 def test_capture_inside_a_capture_is_refused(engine: EmulatedEngine) -> None:
     def outer() -> None:
-        assert is_capturing()
+        assert _one_capture.here
         EmulatedEngine().capture(lambda: None)
 
     with pytest.raises(RuntimeError, match="one graph at a time"):

@@ -117,7 +117,7 @@ def test_nothing_is_split_where_the_host_computes_nothing() -> None:
 def float64_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So both parts can run on a CPU."""
     monkeypatch.setattr(
-        passes, "_is_on_host", lambda n: getattr(passes._value(n), "dtype", None) is torch.float64
+        passes, "_is_on_host", lambda n: getattr(passes.value_of(n), "dtype", None) is torch.float64
     )
 
 
