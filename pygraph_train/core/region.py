@@ -173,9 +173,10 @@ class PhaseRegions:
         rest = None if parts is None else runner(parts[1])
         return made if rest is None else lambda *given: rest(*given, *made(*given))
 
-    def _region_of(
-        self, shared: PhaseRegion, of: dict[int | None, PhaseRegion], parameter: int | None
-    ) -> PhaseRegion:
+    def _region_of(self, shared: PhaseRegion, of: dict[Any, PhaseRegion], parameter: Any) -> PhaseRegion:
+        """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""
+        if len(of) == 1 and shared.last > self.parts:  # the other one was called in an earlier step
+            of.clear()
         if not of or len(of) == _MOST_MODULES:
             return of.setdefault(parameter, shared)
         region = of[parameter] = shared.another()
@@ -326,6 +327,7 @@ class PhaseRegion:
         end: the graph break at its end, None where its function ends there.
         calls, replays, backwards, recordings: how often it was called, came from a graph, had a backward from a graph,
             and was recorded.
+        last: which call of a region in its step the latest one was, from 1 on.
     """
 
     def __init__(self, owner: PhaseRegions, gm: GraphModule, examples: Sequence[Any]) -> None:
@@ -364,7 +366,7 @@ class PhaseRegion:
         self.reason = None
         self.counts = True
         self.inference = False
-        self.calls = self.replays = self.backwards = self.recordings = 0
+        self.calls = self.replays = self.backwards = self.recordings = self.last = 0
         self._moves = 0
         self._learned = False
         self._numbers: tuple[int, ...] = ()
@@ -416,6 +418,7 @@ class PhaseRegion:
         self.calls += 1
         owner = self.owner
         owner.parts += 1
+        self.last = owner.parts
         if not (owner.inference or torch.is_grad_enabled()):  # no backward goes through it
             return self._plainly(*given)
         if self.reason is not None or owner.closed:

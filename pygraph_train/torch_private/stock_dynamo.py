@@ -191,11 +191,13 @@ def _counting() -> Any:
 def _without_reading_files() -> Any:
     """Around a trace: Dynamo does not split all source files that it meets into tokens, to name functions in a log: it
     takes a quarter of the time that the trace of a model of transformers does. (2.11 to 2.15)"""
+    from torch._dynamo import symbolic_convert
 
     def nameless(filename: str, line: int) -> None:
         """As `get_funcname` where nobody knows the name."""
 
-    return mock.patch("torch._dynamo.symbolic_convert.get_funcname", nameless)
+    stock = symbolic_convert.get_funcname  # type: ignore[attr-defined]
+    return mock.patch.object(symbolic_convert, stock.__name__, nameless)
 
 
 @contextmanager
@@ -371,9 +373,7 @@ class CompiledFunction:
         self.fn, self.settled = fn, False
         self.growing = Growing()
         self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
-        self._compiled: Callable[..., Any] | None = (
-            None  # until the first call: it imports Inductor, for a second
-        )
+        self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         self._compiled = torch.compile(fn, backend=self._backend, **self._options)
