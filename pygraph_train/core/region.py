@@ -501,8 +501,8 @@ class PhaseRegion:
         places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
-        # those that are lent are copied for each backward
-        held = () if self.owner.lent else [t for t in given if isinstance(t, nn.Parameter)]
+        trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
+        held = () if self.owner.lent else trained  # those that are lent are copied for each backward
         self._held = [(weakref.ref(t), _place(t)) for t in held]
         seen = [
             self._seen(i, t, shared=places.count(_place(t)) > 1)
