@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from pygraph_train.core.passes import value_of
+from pygraph_train.core.passes import is_on_host, value_of
 
 __all__ = ["Numbers"]
 
@@ -32,8 +32,7 @@ def _is_read(node: Node) -> bool:
     source = node.args[0]
     if not isinstance(source, Node):
         return False
-    value = value_of(source)
-    return source.op == "placeholder" and isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+    return source.op == "placeholder" and is_on_host(source) and value_of(source).dim() == 0
 
 
 def _is_number(node: Node) -> bool:

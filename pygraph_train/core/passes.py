@@ -26,8 +26,10 @@ __all__ = [
     "caught",
     "communication",
     "halves",
+    "is_on_host",
     "prepared",
     "runner",
+    "value_of",
     "written_inputs",
 ]
 
@@ -79,9 +81,9 @@ def _untrained(body: Any, *args: Any, **kwargs: Any) -> Any:
     return body(*args)
 
 
-def _needs_gradients(inputs: Sequence[Any]) -> bool:
-    """Whether one of a checkpoint's inputs does, other than the parameters that Dynamo adds to them."""
-    examples = [node.meta.get("example_value") for node in inputs if isinstance(node, Node)]
+def _needs_gradients(nodes: Sequence[Any]) -> bool:
+    """Whether one of them does, other than parameters, which Dynamo adds to the inputs of a checkpoint."""
+    examples = [value_of(node) for node in nodes if isinstance(node, Node)]
     return any(
         isinstance(t, Tensor) and t.requires_grad and not isinstance(t, nn.Parameter) for t in examples
     )
@@ -177,14 +179,18 @@ def _may_catch(file: str, line: int) -> bool:
     return True
 
 
+def _nodes_of(part: nn.Module) -> list[Node]:
+    """Those of all graphs in it."""
+    return [n for m in part.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+
+
 def communication(gm: GraphModule) -> str | None:
     """`file:line` of an operation in which other processes take part, "" if no line of the user's, None without one.
 
     Where they replay nothing, they would wait for each comparison and each capture. And Dynamo changes the gradient: of
     a sum over all processes that is made in place, the summand gets none.
     """
-    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
-    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in nodes)
+    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in _nodes_of(gm))
     node = next((n for n, name in names if _COMMUNICATES.match(name)), None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
 
@@ -264,10 +270,10 @@ def _fetched(gm: GraphModule) -> set[Node]:
     found: dict[Node, list[Node]] = {}
     for n in gm.graph.nodes:
         sources = [x for x in n.all_input_nodes if isinstance(value_of(x), Tensor)]
-        there = [x for x in sources if x not in found and not _is_on_host(x)]
-        if n.op.startswith("call") and (any(x in found for x in sources) or (_is_on_host(n) and bool(there))):
+        there = [x for x in sources if x not in found and not is_on_host(x)]
+        if n.op.startswith("call") and (any(x in found for x in sources) or (is_on_host(n) and bool(there))):
             found[n] = there
-    if any(map(_needs_gradient, found)):
+    if _needs_gradients(list(found)):
         return set()
     for n, there in found.items():
         for x in there:
@@ -278,10 +284,6 @@ def _fetched(gm: GraphModule) -> set[Node]:
                 kept.meta["example_value"] = value_of(x).detach()
             n.replace_input_with(x, kept)
     return set(found)
-
-
-def _needs_gradient(node: Node) -> bool:
-    return isinstance(value_of(node), Tensor) and bool(value_of(node).requires_grad)
 
 
 class HostPart:
@@ -300,13 +302,13 @@ class HostPart:
     def __init__(self, gm: GraphModule) -> None:
         nodes, alone, front = list(gm.graph.nodes), set[Node](), dict[Node, None]()
         for n in nodes[:-1]:
-            here = _is_on_host(n) and not value_of(n).requires_grad
+            here = is_on_host(n) and not value_of(n).requires_grad
             if not n.op.startswith("call"):
                 alone |= {n} if here or not isinstance(value_of(n), Tensor) else set()
             elif isinstance(value_of(n), Tensor) and alone.issuperset(given := n.all_input_nodes):
-                sent = not here and any(map(_is_on_host, given))
+                sent = not here and any(map(is_on_host, given))
                 follows = here and any(
-                    x in front or (x.op == "placeholder" and _is_on_host(x) and value_of(x).dim())
+                    x in front or (x.op == "placeholder" and is_on_host(x) and value_of(x).dim())
                     for x in given
                 )
                 if sent or follows or (here and (_writes(n) or _DRAWING.search(str(n.target)))):
@@ -349,7 +351,8 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _is_on_host(node: Node) -> bool:
+def is_on_host(node: Node) -> bool:
+    """Whether it computes a tensor in memory of the host."""
     return isinstance(value_of(node), Tensor) and bool(value_of(node).is_cpu)
 
 
@@ -362,7 +365,7 @@ def _graph_of(
         copy[n] = made.placeholder(n.name)
         copy[n].meta = dict(n.meta)
     for n in body:
-        if n not in copy and n.op != "placeholder":
+        if n.op != "placeholder":
             copy[n] = made.node_copy(n, copy.__getitem__)
     made.output(tuple(copy[n] if isinstance(n, Node) else n for n in outputs))
     return GraphModule(gm, made)
@@ -375,8 +378,8 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
     """
     if communication(gm) is not None:
         return gm, COMMUNICATES
-    nodes = (n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
-    if device != "cpu" and any(_is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
+    nodes = _nodes_of(gm)
+    if device != "cpu" and any(is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
         return gm, "it draws random numbers on the host"  # a replay would not
     changed = _read_random_numbers(gm)
     for node in gm.graph.nodes:
@@ -440,11 +443,10 @@ _DRAWING = re.compile(
 
 def _draws(body: nn.Module) -> bool:
     """Whether a part of a step may draw random numbers."""
-    parts = list(body.modules())
-    called = [n for m in parts if isinstance(m, GraphModule) for n in m.graph.nodes if _name(n)]
+    called = [n for n in _nodes_of(body) if _name(n)]
     attention = [n for n in called if "attention" in str(n.target)]
     return (
-        any(isinstance(m, nn.Dropout) and m.p for m in parts)
+        any(isinstance(m, nn.Dropout) and m.p for m in body.modules())
         or any(_DRAWING.search(str(n.target)) for n in called)
         or any(n.kwargs.get("dropout_p") or any(n.args[4:5]) for n in attention)
     )

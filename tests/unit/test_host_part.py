@@ -96,7 +96,7 @@ def test_batches_are_sent_and_counted_on_the_host() -> None:
     assert "tensor" in operations(part.rest), "a number of the host stays where it is used"
 
 
-def test_a_draw_that_depends_on_the_device_stays_and_has_no_graph() -> None:
+def test_a_number_of_the_host_that_meets_the_device_is_handed_over_as_it_is() -> None:
     def step(x: Tensor) -> Tensor:
         return x * torch.rand(())
 
@@ -117,7 +117,7 @@ def test_nothing_is_split_where_the_host_computes_nothing() -> None:
 def float64_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So both parts can run on a CPU."""
     monkeypatch.setattr(
-        passes, "_is_on_host", lambda n: getattr(passes.value_of(n), "dtype", None) is torch.float64
+        passes, "is_on_host", lambda n: getattr(passes.value_of(n), "dtype", None) is torch.float64
     )
 
 
