@@ -219,30 +219,28 @@ class PhaseRegions:
         found: list[Tensor | None] = [None] * len(leads)
         hooks = []
 
-        def place(k: int, lead: Tensor) -> None:
-            key, gradient = parameters[k], lead.grad
-            if (
-                key is not None
-                and gradient is not None
-                and _looks(known := self.gradients[key]) == _looks(gradient)
-            ):
-                found[k], lead.grad = known.copy_(gradient), None
+        def place_of(k: int, gradient: Tensor | None) -> Tensor | None:
+            known = self.gradients.get(parameters[k] or 0) if self.delivers else None
+            fits = known is not None and gradient is not None and _looks(known) == _looks(gradient)
+            return known if fits else None
+
+        def move(k: int, lead: Tensor) -> None:
+            if (place := place_of(k, lead.grad)) is not None:
+                found[k], lead.grad = place.copy_(lead.grad), None  # type: ignore[arg-type]
 
         for k, lead in enumerate(leads if self.delivers else ()):
             if lead.nbytes >= _LARGE:
-                hooks.append(lead.register_post_accumulate_grad_hook(functools.partial(place, k)))
+                hooks.append(lead.register_post_accumulate_grad_hook(functools.partial(move, k)))
         try:
             yield found
             small: list[tuple[Tensor, Tensor]] = []
-            for k, (key, lead) in enumerate(zip(parameters, leads, strict=True)):
+            for k, lead in enumerate(leads):
                 if (gradient := lead.grad) is not None:
-                    known = self.gradients[key] if key is not None and self.delivers else gradient
-                    if known is not gradient and _looks(known) == _looks(gradient):
-                        small.append((known, gradient))
-                        gradient = known
-                    found[k] = gradient
+                    place = place_of(k, gradient)
+                    small += [] if place is None else [(place, gradient)]
+                    found[k] = gradient if place is None else place
             if small:
-                copy_all([known for known, _ in small], [gradient for _, gradient in small])
+                copy_all([place for place, _ in small], [gradient for _, gradient in small])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -260,7 +258,7 @@ class PhaseRegions:
             self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
-        """After a capture: make other places for gradients that `placed` has left where they were.
+        """After a capture: make other places for gradients that `placing` has left where they were.
 
         Returns:
             Whether there were any, so that all has to be recorded once more.
