@@ -6,7 +6,7 @@ import copy
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -402,10 +402,8 @@ def blocks_by_hand(
                 model.train()
 
 
-def a_model_in_fsdp1(run: Run, rank: int, *, by_hand: bool) -> None:
-    model = FullyShardedDataParallel(transformer(), device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = adamw(model)
-    torch.manual_seed(rank)
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, by_hand: bool) -> Callable[..., Tensor]:
+    """A step that returns its loss, or that makes its backward and its update as well."""
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         loss = cross_entropy(model(x), y)
@@ -415,13 +413,21 @@ def a_model_in_fsdp1(run: Run, rank: int, *, by_hand: bool) -> None:
             optimizer.zero_grad()
         return loss.detach() if by_hand else loss
 
+    return step_fn
+
+
+def a_model_in_fsdp1(run: Run, rank: int, *, by_hand: bool) -> None:
+    model = FullyShardedDataParallel(transformer(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = adamw(model)
+    torch.manual_seed(rank)
+
+    step_fn = step_of(model, optimizer, by_hand=by_hand)
     step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=by_hand)
     for batch in batches(16, seed=rank):
         step(*batch)
     if run.ours:
-        assert (
-            step.report().to_dict()["phases_from_graphs"]["F"] == 0
-        )  # a backward finds parameters elsewhere
+        forwards = step.report().to_dict()["phases_from_graphs"]["F"]
+        assert forwards == 0  # a backward finds parameters elsewhere
 
 
 def blocks_of_a_compiled_model(run: Run, rank: int) -> None:
@@ -468,15 +474,8 @@ def tensor_parallel(
     model = nn.Sequential(around[0], middle, around[1]) if beside else middle
     optimizer = adamw(model, fused=not beside)  # fused kernels of torch take no mixture
 
-    def step_fn(x: Tensor, y: Tensor) -> Tensor:
-        loss = cross_entropy(model(x), y)
-        if by_hand:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach() if by_hand else loss
-
     given: dict[str, Any] = {"manual_optimization": True} if by_hand else {"max_grad_norm": clip}
+    step_fn = step_of(model, optimizer, by_hand=by_hand)
     step = run.step(step_fn, model=model, optimizer=optimizer, **given)
     for batch in batches(24):
         step(*batch)
