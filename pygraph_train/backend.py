@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from pygraph_train.boundary import SETTING_UP, Boundary, arranged, quietly, surely
 from pygraph_train.config import BackendOptions
-from pygraph_train.core.region import PhaseRegion, PhaseRegions
+from pygraph_train.core.region import PhaseRegion, PhaseRegions, SharedGraph
 from pygraph_train.graphs.devices import make_engine
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.problems import Problem, PyGraphError, user_line_in
+from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.step.outside import what_watches
@@ -115,7 +115,8 @@ class _Owner(PhaseRegions):
     """What the regions of one graph have in common."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
-        super().__init__(engine, options, tuple, self._tell, Boundary(), delivers=False, inference=True)
+        boundary = Boundary(rest=self.close)
+        super().__init__(engine, options, tuple, self._tell, boundary, delivers=False, inference=True)
         self._options = options
 
     def _tell(self, problem: Problem) -> None:
@@ -130,8 +131,21 @@ class _Owner(PhaseRegions):
         return inductor(gm, examples, settings) if self.engine.name == "cuda" else aten(gm, examples)
 
 
-class _Graph:
-    """A graph of Dynamo's. Modules of one class share it, and each has a region of its own.
+class _Region(PhaseRegion):
+    """A region that runs as it is in other threads, and where something watches that would see nothing of a replay."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._thread = threading.get_ident()
+
+    def __call__(self, *given: Any) -> Any:
+        """Run it. Hot path."""
+        watched = what_watches() is not None or self._thread != threading.get_ident()
+        return self.run_plainly(*given) if watched else super().__call__(*given)
+
+
+class _Graph(SharedGraph):
+    """A graph of the backend. The region of a module is gone with the module.
 
     Args:
         gm, examples: from Dynamo.
@@ -139,51 +153,32 @@ class _Graph:
         engine: of the device.
     """
 
+    kind = _Region
+
     def __init__(
         self, gm: GraphModule, examples: Sequence[Any], options: BackendOptions, engine: Engine
     ) -> None:
         owner = _Owner(engine, options)
-        self._template = PhaseRegion(owner, gm, examples)
-        self._where = next(
-            filter(None, (user_line_in(n.meta.get("stack_trace")) for n in gm.graph.nodes)), None
-        )
-        self._first = next((i for i, t in enumerate(examples) if isinstance(t, nn.Parameter)), None)
-        self._regions: dict[int | None, PhaseRegion] = {}
-        self._boundary = Boundary(rest=owner.close)
-        self._thread = threading.get_ident()
+        super().__init__(owner, gm, examples)
         weakref.finalize(self, owner.close).atexit = False
 
-    def __call__(self, *given: Any) -> Any:
-        """Run it. Hot path."""
-        region = self._regions.get(None if self._first is None else id(given[self._first]))
-        if region is None:
-            region = surely(lambda: self._region_for(given), SETTING_UP)
-        return self._boundary.make(self._run, PhaseRegion.run_plainly, region, *given)
-
-    def _run(self, region: PhaseRegion, *given: Any) -> Any:
-        watched = what_watches() is not None or self._thread != threading.get_ident()
-        return region.run_plainly(*given) if watched else region(*given)
-
-    def _region_for(self, given: Sequence[Any]) -> PhaseRegion:
-        region = self._template.another()
+    def region_of(self, key: int | None, given: Sequence[Any]) -> PhaseRegion:
+        """See `SharedGraph`: nobody has the shared one, which knows no reason of a module that is gone."""
+        region = self.shared.another()
         region.owner.regions.append(region)
-        key = None
-        if self._first is not None:
-            key = id(given[self._first])
-            weakref.finalize(given[self._first], _forget, weakref.ref(self), key).atexit = False
-        self._regions[key] = region
-        _rows.append(_Rows(region, next(_numbers), self._where))
+        if key is not None:
+            assert self.first is not None
+            weakref.finalize(given[self.first], _forget, weakref.ref(self), key).atexit = False
+        self.regions[key] = region
+        _rows.append(_Rows(region, next(_numbers)))
         del _rows[:-_MOST_ROWS]
         return region
 
-    def forget(self, key: int) -> None:
-        """A parameter is gone, and with it the model whose region this is."""
-        self._regions.pop(key).close()
-
 
 def _forget(graph: weakref.ref[_Graph], key: int) -> None:
+    """A parameter is gone, and with it the model whose region this is."""
     if (alive := graph()) is not None:
-        alive.forget(key)
+        alive.regions.pop(key).close()
 
 
 class _Rows:
@@ -192,13 +187,12 @@ class _Rows:
     Args:
         region: whose counters are told.
         number: of the region.
-        where: `file:line` of the first user code in it.
     """
 
-    def __init__(self, region: PhaseRegion, number: int, where: str | None) -> None:
+    def __init__(self, region: PhaseRegion, number: int) -> None:
         self.region = region
-        self._forward = RegionRecord(f"forward {number}", "forward", where)
-        self._backward = RegionRecord(f"backward {number}", "backward", where)
+        self._forward = RegionRecord(f"forward {number}", "forward", region.where)
+        self._backward = RegionRecord(f"backward {number}", "backward", region.where)
 
     def records(self) -> list[RegionRecord]:
         """The forward, and the backward where there is one."""

@@ -17,8 +17,9 @@ from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
-from pygraph_train.problems import Problem, PyGraphError, defined_at
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.problems import Problem, defined_at
+from pygraph_train.report.announcements import refuse
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.step.program import Call
@@ -26,8 +27,6 @@ from pygraph_train.torch_private.optim import count_optimizer_step
 from pygraph_train.trees import detached_results
 
 __all__ = ["Clipping", "FabricStep"]
-
-log = logging.getLogger("pygraph_train")
 
 
 @dataclass(frozen=True)
@@ -189,10 +188,8 @@ class FabricStep(LossSteps):
             self._loop.take_back_optimizer(optimizer.optimizer, self)
         if problem is None:
             return
-        self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
-        log.warning("pygraph: %s is not graphed as a whole: %s", self._name, problem)
-        if self._loop.config.on_failure == "raise":
-            raise PyGraphError(str(problem))
+        told, steps = f"{self._name} is not graphed as a whole: ", self._report.steps
+        refuse(self._report, problem, steps, self._loop.config, told=told, level=logging.WARNING)
 
 
 class _FabricProgram(LossProgram):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -39,9 +38,10 @@ from pygraph_train.integrations.transformers.callback import (
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replication, replication_of
-from pygraph_train.problems import Problem, PyGraphError, defined_at
+from pygraph_train.problems import Problem, defined_at
+from pygraph_train.report.announcements import refuse
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import plain_update
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
@@ -49,8 +49,6 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
-
-log = logging.getLogger("pygraph_train")
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
@@ -246,11 +244,9 @@ class _WholeStep:
         self.close()
         trainer, loop = self._trainer, self._loop
         if problem is not None:
-            self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
-            loop.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
-            log.info("pygraph: training steps are not graphed as a whole: %s", problem)
-            if loop.config.on_failure == "raise":
-                raise PyGraphError(str(problem))
+            self._report.failed(problem)
+            told = "training steps are not graphed as a whole: "
+            refuse(loop.report, problem, self._report.steps, loop.config, told=told)
         if not trainer.args.torch_compile and trainer.model is not None:
             loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)
         optimizer: Any = trainer.optimizer

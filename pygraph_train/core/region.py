@@ -35,7 +35,7 @@ from pygraph_train.core.passes import (
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
-from pygraph_train.problems import Problem, PyGraphError, first_line
+from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
@@ -53,7 +53,7 @@ from pygraph_train.torch_private.stock_dynamo import end_of, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-__all__ = ["PhaseRegion", "PhaseRegions"]
+__all__ = ["PhaseRegion", "PhaseRegions", "SharedGraph"]
 
 log = logging.getLogger("pygraph_train")
 
@@ -155,34 +155,11 @@ class PhaseRegions:
     def _region(self, gm: GraphModule, examples: Sequence[Any], end: Problem | None) -> Callable[..., Any]:
         """What runs a graph, as far as a recording can hold it from one."""
         parts = halves(gm)
-        region = PhaseRegion(self, gm if parts is None else parts[0], examples)
-        region.end = end
-        self.regions.append(region)
-        stay = self.lent is None  # gathered parameters may be others in each call
-        first = next((i for i, t in enumerate(examples) if stay and isinstance(t, nn.Parameter)), None)
-        of: dict[int | None, PhaseRegion] = {}
-
-        def made(*given: Any) -> Any:
-            """Modules of one class, as the layers of a model are, share a graph. Each has a region of its own."""
-            key = None if first is None else id(given[first])
-            here = of.get(key)
-            if here is None:
-                here = surely(lambda: self._region_of(region, of, key), FORWARD)
-            return self.boundary.make(here, here.run_plainly, *given)
-
+        made = SharedGraph(self, gm if parts is None else parts[0], examples)
+        made.shared.end = end
+        self.regions.append(made.shared)
         rest = None if parts is None else runner(parts[1])
         return made if rest is None else lambda *given: rest(*given, *made(*given))
-
-    def _region_of(self, shared: PhaseRegion, of: dict[Any, PhaseRegion], parameter: Any) -> PhaseRegion:
-        """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""
-        if len(of) == 1 and shared.last > self.parts:  # the other one was called in an earlier step
-            of.clear()
-        if not of or len(of) == _MOST_MODULES:
-            return of.setdefault(parameter, shared)
-        region = of[parameter] = shared.another()
-        region.end = shared.end
-        self.regions.append(region)
-        return region
 
     @property
     def compiles(self) -> bool:
@@ -323,6 +300,7 @@ class PhaseRegion:
         counts: whether a step in which it runs as it is has no graph of the forward.
         inference: whether nothing is differentiated through it.
         end: the graph break at its end, None where its function ends there.
+        where: `file:line` of the first user code in it.
         calls, replays, backwards, recordings: how often it was called, came from a graph, had a backward from a graph,
             and was recorded.
         last: which call of a region in its step the latest one was, from 1 on.
@@ -334,6 +312,8 @@ class PhaseRegion:
         gm, why = prepared(gm, owner.engine.device.type, eager=compiled is None)
         self._plainly = self.run = compiled or runner(gm)
         self.end: Problem | None = None
+        lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
+        self.where = next(filter(None, lines), None)
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
@@ -373,7 +353,7 @@ class PhaseRegion:
 
     def another(self) -> PhaseRegion:
         """The same graph for other parameters. This one was never called."""
-        region = copy.copy(self)
+        region = copy.copy(self)  # with its `end`
         region._begin()
         region.reason, region.counts = self.reason, self.counts
         return region
@@ -739,6 +719,45 @@ class PhaseRegion:
         tensors = [*(o for o in outputs if isinstance(o, Tensor)), *gradients, *self._changed(given)]
         device = next(t.device for t in tensors if t is not None)
         return Fingerprint.of(torch.zeros((), device=device), tensors)
+
+
+class SharedGraph:
+    """A graph of Dynamo's. Modules of one class, as the layers of a model are, share it; each has a region of its own.
+
+    Attributes:
+        shared: the region that was made with the graph.
+        first: position of the parameter that tells modules apart, None without one.
+        regions: by the id of that parameter.
+    """
+
+    kind: type[PhaseRegion] = PhaseRegion
+
+    def __init__(self, owner: PhaseRegions, gm: GraphModule, examples: Sequence[Any]) -> None:
+        self.shared = self.kind(owner, gm, examples)
+        stay = owner.lent is None  # gathered parameters may be others in each call
+        self.first = next((i for i, t in enumerate(examples) if stay and isinstance(t, nn.Parameter)), None)
+        self.regions: dict[int | None, PhaseRegion] = {}
+
+    def __call__(self, *given: Any) -> Any:
+        """Run it. Hot path."""
+        key = None if self.first is None else id(given[self.first])
+        region = self.regions.get(key)
+        if region is None:
+            region = surely(lambda: self.region_of(key, given), FORWARD)
+        return self.shared.owner.boundary.make(region, region.run_plainly, *given)
+
+    def region_of(self, key: int | None, given: Sequence[Any]) -> PhaseRegion:
+        """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""
+        regions, owner = self.regions, self.shared.owner
+        if (
+            len(regions) == 1 and self.shared.last > owner.parts
+        ):  # the other one was called in an earlier step
+            regions.clear()
+        if not regions or len(regions) == _MOST_MODULES:
+            return regions.setdefault(key, self.shared)
+        region = regions[key] = self.shared.another()
+        owner.regions.append(region)
+        return region
 
 
 _PART = "a part of the step runs without a graph"

@@ -20,21 +20,14 @@ from pygraph_train.graphs.devices import let_go, make_engine
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import graphs_apart
-from pygraph_train.problems import (
-    ONLY_ON_CPU,
-    Problem,
-    defined_at,
-    first_line,
-    user_line_in,
-    user_location,
-)
+from pygraph_train.problems import ONLY_ON_CPU, Problem, defined_at, first_line, user_location
 from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.module_call import tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
 from pygraph_train.step.program import plain_call
-from pygraph_train.torch_private.stock_dynamo import CompiledFunction, end_of, looking, traced_again
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, looking, traced_again
 
 __all__ = ["explained"]
 
@@ -93,15 +86,11 @@ class _Part:
 
     Attributes:
         region: made of it.
-        end: the graph break at its end, None where its function ends there.
-        where: its first line.
         gives_gradients: whether a result of its last call leads to gradients.
         replayed: whether its last call was a replay.
     """
 
     region: PhaseRegion
-    end: Problem | None
-    where: str | None
     gives_gradients: bool = False
     replayed: bool = False
 
@@ -136,10 +125,8 @@ class _Look:
         self._gain = ""
 
     def _backend(self, gm: GraphModule, examples: Any) -> Callable[..., Any]:
-        lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
         run_graph = self.regions(gm, examples)
-        where = next(filter(None, lines), None)
-        self._parts.append((_Part(self.regions.regions[-1], end_of(gm), where), run_graph))
+        self._parts.append((_Part(self.regions.regions[-1]), run_graph))
         self._made += 1
         number = len(self._parts) - 1
 
@@ -232,12 +219,12 @@ class _Look:
         program, breaks = self._subject.program, list[Problem]()
         beside: list[Problem] = []
         for k, part in enumerate(self._called):
-            if part.end is not None:
+            if (end := part.region.end) is not None:
                 cuts = parts and parts[0] <= k < parts[-1]
                 if program.by_hand:  # its own lines run in Python, and the modules that it calls have graphs
-                    cuts = cuts and not _is_line_of(program.function(), part.end.where)
+                    cuts = cuts and not _is_line_of(program.function(), end.where)
                 if cuts or not self._failed:  # where the step has failed, nobody knows what comes behind
-                    (breaks if cuts else beside).append(part.end)
+                    (breaks if cuts else beside).append(end)
         graphed = self._settled
         plan = graphs_apart(graphed, graphed, looked and self._updates)
         return Explanation(
@@ -262,7 +249,7 @@ class _Look:
             )
             return
         for part in reasons or refused:
-            yield Problem(f"a part of the step runs without a graph: {part.region.reason}", part.where)
+            yield Problem(f"a part of the step runs without a graph: {part.region.reason}", part.region.where)
         if not reasons:
             yield NO_GRAPH if self._called else _NO_TRACE
 

@@ -15,13 +15,12 @@ from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import refuse
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.memory import local_tensor
 
 __all__ = ["OptimizerGraph"]
-
-log = logging.getLogger("pygraph_train")
 
 
 class OptimizerGraph:
@@ -170,11 +169,8 @@ class OptimizerGraph:
 
     def _note(self, problem: Problem) -> None:
         step = max(self.runs, 1)  # what is found out before the first one is about it
-        if self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, step)):
-            level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
-            log.log(level, "pygraph: %s", problem)
-        if self._config.on_failure == "raise":
-            raise PyGraphError(str(problem))
+        level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
+        refuse(self._report, problem, step, self._config, level=level)
 
 
 class _OptimizerProgram:

@@ -7,16 +7,21 @@ import logging
 
 from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
+from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.names import lacking
 
 __all__ = [
     "FORWARD_IS_OFF",
     "NO_DEVICE",
+    "refuse",
     "show",
     "switched_off",
     "tell_once",
     "tell_why_off",
 ]
+
+log = logging.getLogger("pygraph_train")
 
 _DISABLED = "PYGRAPH_DISABLE is set, so steps run as you wrote them"
 FORWARD_IS_OFF = (
@@ -26,6 +31,26 @@ FORWARD_IS_OFF = (
 NO_DEVICE = (
     "no CUDA device holds the model, so steps run as you wrote them (engine='emulated' shows how graphs work)"
 )
+
+
+def refuse(
+    report: StepReport,
+    problem: Problem,
+    step: int,
+    config: PyGraphConfig,
+    *,
+    told: str = "",
+    level: int = logging.INFO,
+) -> None:
+    """Note and log why something runs without a graph, in the words of the log behind `told`.
+
+    Raises:
+        PyGraphError: the user wants failures to be raised.
+    """
+    if report.failed(problem, step):
+        log.log(level, "pygraph: %s%s", told, problem)
+    if config.on_failure == "raise":
+        raise PyGraphError(str(problem))
 
 
 def switched_off() -> str | None:
@@ -39,7 +64,7 @@ def switched_off() -> str | None:
 @functools.cache
 def tell_once(text: str) -> None:
     """Warn on the library's logger, once in a process."""
-    logging.getLogger("pygraph_train").warning("pygraph: %s", text)
+    log.warning("pygraph: %s", text)
 
 
 def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,6 @@ class LoopReport(StepReport):
     """
 
     whole_steps: dict[str, StepReport] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter, repr=False)
 
     def whole_step(self, name: str, report: StepReport) -> None:
         """A step is graphed as a whole from now on; another one of that name keeps its rows."""

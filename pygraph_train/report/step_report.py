@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,10 @@ class StepReport(Printed):
     worked_seconds: float | None = None  # of the host in forward, backward and update of one without
     _progress: Progress = field(default_factory=Progress, repr=False)
     _settled: Plan = field(default=NOTHING, repr=False)
+    _started: float = field(default_factory=time.perf_counter, repr=False)
+    _last: float | None = field(
+        default=None, repr=False
+    )  # when the step before ended, if it came from graphs
 
     # -- events: everything that is written here ------------------------------------------------------
 
@@ -122,6 +127,14 @@ class StepReport(Printed):
             self.first_replay_step, self.first_replay_seconds = step, since_start
         if interval is not None:
             self.replay_intervals.append(interval)
+
+    def forward_ended(self, step: int, *, replayed: bool) -> None:
+        """See `replayed`: now forward and backward of this step have come from graphs, or have not. Hot path."""
+        now, last = time.perf_counter(), self._last
+        self._last = now if replayed else None
+        if replayed:
+            interval = None if last is None else now - last
+            self.replayed(step, since_start=now - self._started, interval=interval)
 
     def update_replayed(self) -> None:
         """An update came from a graph of its own."""
@@ -170,9 +183,10 @@ class StepReport(Printed):
         self.fallbacks.append(fallback)
         return True
 
-    def failed(self, problem: Problem) -> None:
-        """The library has failed in itself."""
-        self.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.steps))
+    def failed(self, problem: Problem, step: int | None = None) -> bool:
+        """Note why there is no graph, in the present step or in that one; True when it was not known yet."""
+        step = self.steps if step is None else step
+        return self.fell_back(Fallback(problem.reason, problem.where, problem.fix, step))
 
     def note(self, text: str) -> None:
         """Note something worth knowing, once, and where no fallback says it."""

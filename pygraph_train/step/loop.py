@@ -6,7 +6,6 @@ What loops of Accelerate, Fabric, the transformers Trainer and manual optimizati
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,8 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
+from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, refuse, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.chooser import RARE, Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
@@ -37,9 +35,6 @@ from pygraph_train.step.rounds import Rounds
 from pygraph_train.torch_private.stock_dynamo import traces
 
 __all__ = ["Loop"]
-
-log = logging.getLogger("pygraph_train")
-
 
 _PATIENCE = 20
 """Steps without a graph of forward and backward, and without a reason, after which one is given."""
@@ -91,7 +86,6 @@ class Loop:
         self._chooser: Chooser | None = None
         self._lent: Lent | None = None
         self._steps = self._silent = 0
-        self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
         self.over, self.patience = False, _PATIENCE
@@ -230,7 +224,7 @@ class Loop:
 
     def refuse(self, reason: str, fix: str = "") -> None:
         """Note why something runs without a graph."""
-        self.report.fell_back(Fallback(reason, None, fix, self._steps))
+        self.report.failed(Problem(reason, fix=fix), self._steps)
 
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
@@ -240,7 +234,6 @@ class Loop:
             quietly(lambda: let_go(engine))
         quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
-        self._last = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -321,7 +314,7 @@ class Loop:
             updates: whether it had updates, and all of them were replayed.
             updated: whether it had updates, as far as one knows.
         """
-        report, now, config = self.report, time.perf_counter(), self.config
+        report, config = self.report, self.config
         self._steps += 1
         report.step_began()
         regions = [call.regions for call in self._calls]
@@ -353,12 +346,7 @@ class Loop:
             self._break_silence(called=called)
         elif self._silent >= _HOPE and called:
             self._remove_modules()
-        if not graphed or updates != updated:
-            self._last = None
-            return
-        interval = None if self._last is None else now - self._last
-        report.replayed(self._steps, since_start=now - report.started, interval=interval)
-        self._last = now
+        report.forward_ended(self._steps, replayed=graphed and updates == updated)
 
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         """Whether graphs of forward and backward are worth their while."""
@@ -409,7 +397,4 @@ class Loop:
             )
 
     def _tell(self, problem: Problem) -> None:
-        if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
-            log.info("pygraph: %s", problem)
-        if self.config.on_failure == "raise":
-            raise PyGraphError(str(problem))
+        refuse(self.report, problem, self._steps, self.config)

@@ -233,10 +233,8 @@ class PhaseRunner:
         self._silent = 0 if speaks else self._silent + 1
         if self._silent == training.config.warmup_steps + _PATIENCE:
             training.note(NO_GRAPH)
-        if graphed:
-            training.step_replayed()
-        else:
-            training.step_ran()
+        training.replays += graphed
+        training.report.forward_ended(training.step, replayed=graphed)
         if chooser is None or self.stopped or self._runs_plain or self._why_plain is not None:
             return
         if (why := chooser.step_ended(graphed, regions.parts, traces())) is not None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.plans import NOTHING
-from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import refuse
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import StepProgram
 
 __all__ = ["TrainingRun"]
-
-log = logging.getLogger("pygraph_train")
 
 
 @dataclass
@@ -42,8 +40,6 @@ class TrainingRun:
     step: int = 0
     replays: int = 0
     reasons: int = 0
-    _started: float = field(default_factory=time.perf_counter)
-    _last: float | None = None  # when the step before ended, if it came from graphs
 
     def __post_init__(self) -> None:
         self.report.began(self.engine.name)
@@ -55,18 +51,6 @@ class TrainingRun:
         self.step += 1
         self.report.step_began()
 
-    def step_replayed(self) -> None:
-        """Forward and backward of the present step came from graphs."""
-        now, last = time.perf_counter(), self._last
-        self.replays += 1
-        self._last = now
-        interval = None if last is None else now - last
-        self.report.replayed(self.step, since_start=now - self._started, interval=interval)
-
-    def step_ran(self) -> None:
-        """The present step ran without a graph."""
-        self._last = None
-
     def step_made_elsewhere(self, updated: bool = True) -> None:
         """One more step, or micro-batch, without a graph, which nothing else is known of than whether it updated."""
         self.step += 1
@@ -74,19 +58,14 @@ class TrainingRun:
         if not updated:
             self.report.step_ended(NOTHING, updated=False)
 
-    def note(self, problem: Problem, *, asked: bool = False) -> None:
+    def note(self, problem: Problem) -> None:
         """Say why something runs without a graph.
 
-        Args:
-            asked: an option asked for it, so that it is no failure.
         Raises:
             PyGraphError: the user wants failures to be raised.
         """
         config = self.config
         self.reasons += 1
-        if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.step)):
-            wanted = "on" in (config.forward, config.backward, config.optimizer)
-            level = logging.WARNING if wanted else logging.INFO
-            log.log(level, "pygraph: step %d runs without a graph: %s", self.step, problem)
-        if config.on_failure == "raise" and not asked:
-            raise PyGraphError(str(problem))
+        wanted = "on" in (config.forward, config.backward, config.optimizer)
+        told, level = f"step {self.step} runs without a graph: ", logging.WARNING if wanted else logging.INFO
+        refuse(self.report, problem, self.step, config, told=told, level=level)
