@@ -6,7 +6,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.look import explained
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.patches import nothing, standing_in
+from pygraph_train.patches import nothing
 from pygraph_train.step.loss_program import LossSteps
 
 __all__ = ["explain"]
@@ -74,14 +73,7 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         return subject_of_step(step, args, kwargs)
     if (by_hand := getattr(step, "by_hand", None)) is not None:
         subject = _subject(by_hand.fn, args, kwargs, by_hand.model, list(by_hand.optimizers), manual=True)
-        without_updates = subject.context
-
-        @contextmanager
-        def context() -> Iterator[None]:
-            with by_hand.loop.paused(), without_updates():
-                yield
-
-        subject.context = context
+        subject.context = by_hand.loop.paused
         return subject
     if isinstance(step, LossSteps):
         program = copy.copy(step.program)  # to which it may tell what it is asked here
@@ -102,8 +94,7 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         subject.program.by_hand = manual
     if subject.program.by_hand:
         stepped = _listed(subject.program.optimizer)
-        left_out = [(o, name, nothing) for o in stepped for name in ("step", "zero_grad")]
-        subject.context = lambda: standing_in(left_out)
+        subject.left_out = [(o, name, nothing) for o in stepped for name in ("step", "zero_grad")]
     return subject
 
 

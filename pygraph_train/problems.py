@@ -89,20 +89,17 @@ def defined_at(function: object) -> str | None:
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def user_location(tb: types.TracebackType | None = None, thread: int | None = None) -> str | None:
+def user_location(tb: types.TracebackType | None = None) -> str | None:
     """`file:line` of the innermost frame of user code.
 
     Args:
         tb: the traceback to search; None searches the current call stack.
-        thread: search the call stack of the thread with this identifier: hooks of a backward run in another thread.
     Returns:
         None if no frame belongs to the user.
     """
     innermost_first: Iterable[tuple[types.FrameType, int]]
-    caller = sys._getframe(1)
-    if thread is not None:
-        caller = sys._current_frames().get(thread, caller)
-    innermost_first = traceback.walk_stack(caller) if tb is None else reversed(list(traceback.walk_tb(tb)))
+    frame = sys._getframe(1)
+    innermost_first = traceback.walk_stack(frame) if tb is None else reversed(list(traceback.walk_tb(tb)))
     for frame, line in innermost_first:
         if _is_user_code(frame):
             return f"{frame.f_code.co_filename}:{line}"

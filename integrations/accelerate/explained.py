@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.patches import nothing, standing_in
+from pygraph_train.patches import nothing
 
 __all__ = ["subject_of_step"]
 
@@ -36,7 +35,12 @@ def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: di
         fn(*args, **kwargs)
         return losses.pop() if losses else None
 
-    left_out: list[tuple[Any, str, Any]] = [
+    models = list(accelerator._models)
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+    subject = subject_of(step.name, loss_of, args, kwargs, model, optimizers, accelerator.scaler)
+    subject.context, subject.notes = loop.paused, [_CALLS]
+    subject.left_out = [
         (accelerator, "backward", backward),
         (accelerator, "clip_grad_norm_", no_norm),
         (accelerator, "clip_grad_value_", nothing),
@@ -48,15 +52,4 @@ def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: di
         ),
         *((scheduler, "step", nothing) for scheduler in accelerator._schedulers),
     ]
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        with loop.paused(), standing_in(left_out):
-            yield
-
-    models = list(accelerator._models)
-    model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
-    subject = subject_of(step.name, loss_of, args, kwargs, model, optimizers, accelerator.scaler)
-    subject.context, subject.notes = context, [_CALLS]
     return subject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.report.announcements import refuse
+from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import LossProgram, LossSteps
@@ -188,8 +187,8 @@ class FabricStep(LossSteps):
             self._loop.take_back_optimizer(optimizer.optimizer, self)
         if problem is None:
             return
-        told, steps = f"{self._name} is not graphed as a whole: ", self._report.steps
-        refuse(self._report, problem, steps, self._loop.config, told=told, level=logging.WARNING)
+        told, steps = f"pygraph: {self._name} is not graphed as a whole: {problem}", self._report.steps
+        give_reason(self._report, problem, steps, self._loop.config, told, warn=True)
 
 
 class _FabricProgram(LossProgram):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
-from pygraph_train.patches import nothing, standing_in
+from pygraph_train.patches import nothing
 from pygraph_train.random_state import random_numbers_kept
 
 __all__ = ["subject_of_module"]
@@ -34,8 +33,9 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     trainer = getattr(module, "_trainer", None)
     if trainer is None:
         notes.append("The module has no Trainer yet, so precision, strategy and callbacks were not examined.")
-
-    left_out: list[tuple[Any, str, Any]] = [(module, "log", nothing), (module, "log_dict", nothing)]
+    name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
+    subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)
+    left_out = subject.left_out = [(module, "log", nothing), (module, "log_dict", nothing)]
     if not module.automatic_optimization:
         given = optimizers[0] if len(optimizers) == 1 else optimizers
         left_out += [(module, name, nothing) for name in _OF_THE_TRAINER]
@@ -45,13 +45,7 @@ def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         notes.append(
             "Calls of the Trainer (toggling, clipping, schedulers) and of the optimizers were not made."
         )
-
-    def context() -> AbstractContextManager[None]:
-        return standing_in(left_out)
-
-    name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
-    subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)
-    subject.context, subject.notes = context, notes
+    subject.notes = notes
     subject.program.by_hand = not module.automatic_optimization
     return subject
 

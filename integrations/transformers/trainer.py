@@ -39,7 +39,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.report.announcements import refuse
+from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
@@ -245,8 +245,8 @@ class _WholeStep:
         trainer, loop = self._trainer, self._loop
         if problem is not None:
             self._report.failed(problem)
-            told = "training steps are not graphed as a whole: "
-            refuse(loop.report, problem, self._report.steps, loop.config, told=told)
+            told = f"pygraph: training steps are not graphed as a whole: {problem}"
+            give_reason(loop.report, problem, self._report.steps, loop.config, told)
         if not trainer.args.torch_compile and trainer.model is not None:
             loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)
         optimizer: Any = trainer.optimizer

@@ -19,6 +19,7 @@ from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.graphs.devices import let_go, make_engine
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.several import preparation_of
+from pygraph_train.patches import standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import ONLY_ON_CPU, Problem, defined_at, first_line, user_location
 from pygraph_train.report.announcements import switched_off
@@ -172,7 +173,7 @@ class _Look:
         subject.drop_gradients()
         self._runs += 1
         self._returned = False
-        with subject.context():
+        with subject.context(), standing_in(subject.left_out):
             if program.by_hand:
                 call(program.function(), subject.args, subject.kwargs)
             else:

@@ -27,6 +27,7 @@ class Subject:
         args, kwargs: the function is called with them.
         modules: whose parameters and buffers the function may change, besides those of the program's model.
         context: makes the context of a call.
+        left_out: what stands in the place of others' calls meanwhile, see `standing_in`.
         notes: sentences for the reader.
     """
 
@@ -36,6 +37,7 @@ class Subject:
     kwargs: dict[str, Any]
     modules: Sequence[nn.Module] = ()
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    left_out: list[tuple[Any, str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

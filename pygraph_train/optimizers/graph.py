@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import refuse
+from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.memory import local_tensor
 
@@ -169,8 +168,7 @@ class OptimizerGraph:
 
     def _note(self, problem: Problem) -> None:
         step = max(self.runs, 1)  # what is found out before the first one is about it
-        level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
-        refuse(self._report, problem, step, self._config, level=level)
+        give_reason(self._report, problem, step, self._config, warn=self._config.optimizer == "on")
 
 
 class _OptimizerProgram:

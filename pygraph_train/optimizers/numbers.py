@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,28 +95,14 @@ class LiveNumbers:
             for group, key, value in before:
                 group[key] = value
 
-    def follow(self, graph: Graph, anywhere: Callable[[bool], bool] = bool) -> Graph:
-        """The captured graph, whose replays read the hyperparameters anew: on all ranks or on none.
+    def follow(self, graph: Graph) -> Graph:
+        """The captured graph, whose replays read the hyperparameters anew.
 
         Those of a group without gradients are in no operation, and change nothing.
 
-        Args:
-            graph: of this capture.
-            anywhere: whether something that holds here or not holds on any rank.
         Raises:
             NumbersNotFound: a hyperparameter is not where it should be. The graph is of no use.
         """
-        problem = None
-        try:
-            graph = self._followed_by(graph)
-        except NumbersNotFound as error:
-            problem = error
-        if anywhere(problem is not None):
-            raise problem or NumbersNotFound("another rank has not found its hyperparameters")
-        self._followed = bool(self._places)
-        return graph
-
-    def _followed_by(self, graph: Graph) -> Graph:
         if not self._places:
             return graph
         assert isinstance(graph, RewritableGraph)
@@ -128,6 +114,7 @@ class LiveNumbers:
             followed.write()  # a graph that takes no numbers is found out now
         except RuntimeError as error:
             raise NumbersNotFound(str(error)) from error
+        self._followed = True
         return followed
 
     def value(self, place: NumberPlace) -> Any:

@@ -79,8 +79,9 @@ _dtype = operator.attrgetter("dtype")
 
 
 class Layout(NamedTuple):
-    """Where gradients are, and what they look like. Made on every step."""
+    """The gradients of a step: those that are there, where they are, and what they look like. Made on every step."""
 
+    present: Sequence[Tensor]
     addresses: list[int]
     looks: tuple[Any, ...]
 
@@ -101,7 +102,7 @@ class Layout(NamedTuple):
         missing = () if len(present) == len(gradients) else [g is None for g in gradients]
         strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
         looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)
-        return cls(list(map(Tensor.data_ptr, present)), looks)
+        return cls(present, list(map(Tensor.data_ptr, present)), looks)
 
 
 @dataclass
@@ -214,7 +215,7 @@ class OptimizerPhase:
             if not self._make_room():
                 self.problem = _ABSENT
                 return body()
-            capture = self._capture(body, parameters, layout, constants, step)
+            capture = self._capture(body, parameters, gradients, layout, constants, step)
             if capture is None:
                 return body()
             self._captures[key] = capture
@@ -224,19 +225,16 @@ class OptimizerPhase:
         if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
             self.replayed = True
             audits.left -= 1
-            return self._replay(capture, gradients, layout.addresses)
-        self._verified_replay(capture, body, parameters, gradients, layout.addresses, key)
+            return self._replay(capture, layout)
+        self._verified_replay(capture, body, parameters, gradients, layout, key)
 
-    def _replay(
-        self, capture: _CapturedUpdate, gradients: Sequence[Tensor | None], addresses: list[int]
-    ) -> None:
+    def _replay(self, capture: _CapturedUpdate, layout: Layout) -> None:
         """The hot path: where the gradients are, the learning rate, launch."""
-        inputs, present = capture.inputs, local_tensors([g for g in gradients if g is not None])
-        inputs.take(present, addresses)
+        capture.inputs.take(layout.present, layout.addresses)
         self._preparation.sync()
         executes(UPDATE)
         capture.graph.replay()
-        inputs.give_back(present)
+        capture.inputs.give_back(layout.present)
         done(None)
         capture.replays += 1
         self._replays += 1
@@ -268,6 +266,7 @@ class OptimizerPhase:
         self,
         body: Callable[[], None],
         parameters: list[Tensor],
+        gradients: list[Tensor | None],
         layout: Layout,
         constants: Any,
         step: int,
@@ -282,10 +281,8 @@ class OptimizerPhase:
         if self.problem is not None:
             return None
         preparation.settle(self._engine)
-        gradients = list(map(_grad, parameters))
-        present = [g for g in gradients if g is not None]
         try:
-            inputs = self._inputs(local_tensors(present))
+            inputs = self._inputs(layout.present)
         except IndirectionUnavailable as error:
             self.problem = _outside(str(error))
             return None
@@ -319,7 +316,7 @@ class OptimizerPhase:
             else:
                 log.info("pygraph: the graph of the optimizer works on copies of gradients: %s", error)
                 self._copies = True
-            return self._capture(body, parameters, layout, constants, step)
+            return self._capture(body, parameters, gradients, layout, constants, step)
         preparation.remember()
         made = _CapturedUpdate(
             graph=graph,
@@ -363,7 +360,7 @@ class OptimizerPhase:
         body: Callable[[], None],
         parameters: list[Tensor],
         gradients: list[Tensor | None],
-        addresses: list[int],
+        layout: Layout,
         key: _Key,
     ) -> None:
         """A replay that must leave what the phase leaves without a graph; else it is undone."""
@@ -391,7 +388,7 @@ class OptimizerPhase:
 
         def compared() -> str | None:
             runs = PlainRuns(without_graph(), "tensor")
-            self._replay(capture, gradients, addresses)
+            self._replay(capture, layout)
             found = fingerprint()
             if runs.same(found):
                 return None
@@ -400,7 +397,7 @@ class OptimizerPhase:
                 runs.add(without_graph())
             if (difference := runs.refuse(found)) is not None:
                 return difference
-            self._replay(capture, gradients, addresses)
+            self._replay(capture, layout)
             return runs.refuse(fingerprint())
 
         try:

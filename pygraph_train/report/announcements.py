@@ -14,7 +14,7 @@ from pygraph_train.torch_private.names import lacking
 __all__ = [
     "FORWARD_IS_OFF",
     "NO_DEVICE",
-    "refuse",
+    "give_reason",
     "show",
     "switched_off",
     "tell_once",
@@ -33,22 +33,22 @@ NO_DEVICE = (
 )
 
 
-def refuse(
+def give_reason(
     report: StepReport,
     problem: Problem,
     step: int,
     config: PyGraphConfig,
-    *,
     told: str = "",
-    level: int = logging.INFO,
+    *,
+    warn: bool = False,
 ) -> None:
-    """Note and log why something runs without a graph, in the words of the log behind `told`.
+    """Note and log why something runs without a graph, in these words (`told`) if they are given.
 
     Raises:
         PyGraphError: the user wants failures to be raised.
     """
     if report.failed(problem, step):
-        log.log(level, "pygraph: %s%s", told, problem)
+        log.log(logging.WARNING if warn else logging.INFO, "%s", told or f"pygraph: {problem}")
     if config.on_failure == "raise":
         raise PyGraphError(str(problem))
 

@@ -26,7 +26,13 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, refuse, switched_off, tell_why_off
+from pygraph_train.report.announcements import (
+    FORWARD_IS_OFF,
+    NO_DEVICE,
+    give_reason,
+    switched_off,
+    tell_why_off,
+)
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.chooser import RARE, Chooser, chooser_for
 from pygraph_train.step.living import Living
@@ -397,4 +403,4 @@ class Loop:
             )
 
     def _tell(self, problem: Problem) -> None:
-        refuse(self.report, problem, self._steps, self.config)
+        give_reason(self.report, problem, self._steps, self.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.plans import NOTHING
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import refuse
+from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import StepProgram
 
@@ -66,6 +65,6 @@ class TrainingRun:
         """
         config = self.config
         self.reasons += 1
+        told = f"pygraph: step {self.step} runs without a graph: {problem}"
         wanted = "on" in (config.forward, config.backward, config.optimizer)
-        told, level = f"step {self.step} runs without a graph: ", logging.WARNING if wanted else logging.INFO
-        refuse(self.report, problem, self.step, config, told=told, level=level)
+        give_reason(self.report, problem, self.step, config, told, warn=wanted)
