@@ -25,7 +25,7 @@ from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.step.outside import what_watches
-from pygraph_train.torch_private.phases import aten, compiled_autograd_wanted, inductor, is_transformed
+from pygraph_train.torch_private.phases import compiled_autograd_wanted, compiled_by, is_transformed
 
 __all__ = ["BackendOptions", "BackendReport", "RegionRecord", "compile", "pygraph", "report", "reset"]
 
@@ -95,8 +95,12 @@ def _compiled(gm: GraphModule, examples: Sequence[Any], options: BackendOptions)
     elif not (compiled_autograd_wanted() or is_transformed()):
         engine = _engine_for(options, examples)
     if engine is None:
-        return inductor(gm, examples, options.inductor) if options.compile else gm.forward
+        return _inductor(gm, examples, options) if options.compile else gm.forward
     return _Graph(gm, examples, options, engine)
+
+
+def _inductor(gm: GraphModule, examples: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
+    return compiled_by("inductor", gm, examples, config_patches=dict(options.inductor))
 
 
 def _engine_for(options: BackendOptions, examples: Sequence[Any]) -> Engine | None:
@@ -127,8 +131,9 @@ class _Owner(PhaseRegions):
         """See `PhaseRegions`."""
         if not self._options.compile:
             return None
-        settings = self._options.inductor
-        return inductor(gm, examples, settings) if self.engine.name == "cuda" else aten(gm, examples)
+        if self.engine.name == "cuda":
+            return _inductor(gm, examples, self._options)
+        return compiled_by("aot_eager_default_partitioner", gm, examples)
 
 
 class _Region(PhaseRegion):

@@ -164,11 +164,11 @@ def surely(make: Callable[[], R], what: str, *_: object) -> R:
         raise _unfinished(what, error) from error
 
 
-def once(body: Callable[[], R], what: str = UPDATE) -> Callable[[], R]:
-    """`body`, which says that it is executed, and that it is done."""
+def once(body: Callable[[], R]) -> Callable[[], R]:
+    """An optimizer's update, which says that it is executed, and that it is done."""
 
     def made() -> R:
-        executes(what)
+        executes(UPDATE)
         return done(body())
 
     return made

@@ -102,10 +102,7 @@ class PyGraphConfig:
         for name in _SWITCHES:
             if isinstance(value := getattr(self, name), bool):
                 object.__setattr__(self, name, "on" if value else "off")
-        least = (
-            {"warmup_steps": 2} if self.max_signatures is None else {"warmup_steps": 2, "max_signatures": 1}
-        )
-        check_values(self, _CHOICES, least, "PyGraphConfig.{}={!r}")
+        check_values(self, _CHOICES, {"warmup_steps": 2, "max_signatures": 1}, "PyGraphConfig.{}={!r}")
 
     @classmethod
     def of(cls, config: PyGraphConfig | None, overrides: Mapping[str, Any]) -> PyGraphConfig:
@@ -163,7 +160,7 @@ class BackendOptions:
     on_failure: Literal["fallback", "raise"] = "fallback"
 
     def __post_init__(self) -> None:
-        least = {"warmup_runs": 1} if self.max_signatures is None else {"warmup_runs": 1, "max_signatures": 1}
+        least = {"warmup_runs": 1, "max_signatures": 1}
         check_values(self, _BACKEND_CHOICES, least, "option {}={!r} of backend 'pygraph'")
 
     @property
@@ -193,6 +190,8 @@ def check_values(
 ) -> None:
     """Raise ValueError for an option that is none of its `choices`, or no whole number from its `least` on.
 
+    `max_signatures` may be None.
+
     `message` is the format of an option's name and value in the message.
     """
     for name, allowed in choices.items():
@@ -203,6 +202,8 @@ def check_values(
             raise ValueError(f"{message.format(name, value)} is not allowed: use one of {one_of}")
     for name, minimum in least.items():
         value = getattr(options, name)
+        if name == "max_signatures" and value is None:
+            continue
         if type(value) is not int or value < minimum:
             raise ValueError(f"{message.format(name, value)} is not allowed: use a whole number >= {minimum}")
 

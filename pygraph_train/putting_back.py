@@ -67,7 +67,7 @@ class Backup:
 
 def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Copy values back. That is no change: what autograd has saved before is what it was."""
-    with keep_versions([x for x in tensors if not x.is_inference()]):
+    with keep_versions(tuple(x for x in tensors if not x.is_inference())):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["GENERATORS", "OF_DEVICES", "HostRandomState", "random_numbers_kept"]
 
 GENERATORS = ("torch", "python", "numpy")
@@ -53,16 +55,12 @@ def _state_of(generator: str) -> Any:
         import numpy as np
 
         return np.random.get_state(legacy=False)  # a dict, also of a bit generator that the user has set
-    import torch
-
     if generator == OF_DEVICES:
         return tuple(tuple(one.get_state().tolist()) for one in _of_devices())
     return torch.get_rng_state()
 
 
 def _of_devices() -> tuple[Any, ...]:
-    import torch
-
     return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
@@ -74,13 +72,9 @@ def _put_back(generator: str, state: Any) -> None:
 
         np.random.set_state(state)
     elif generator == OF_DEVICES:
-        import torch
-
         for one, its in zip(_of_devices(), state, strict=False):  # further ones have only begun to exist
             one.set_state(torch.tensor(its, dtype=torch.uint8, device="cpu"))
     else:
-        import torch
-
         torch.set_rng_state(state)
 
 

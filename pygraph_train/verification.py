@@ -64,22 +64,20 @@ class Fingerprint:
             )
         real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in present]
         exact, norms, samples = [], [], []
-        for g in (
-            real
-        ):  # one after the other, and in parts: a copy of all gradients would be as large as the model
+        # one after the other, and in parts: a copy of all gradients would be as large as the model
+        for g in real:
             parts = _in_memory(g).split(_PART)
             exact.append(_sum([_bits(part).sum(dtype=torch.int64) for part in parts]))
             norms.append(_norm(parts))
             samples.append(_sampled(g))
         empty = torch.zeros(0, device=loss.device)
+        rounding = [_rounding(t.dtype) for t in (loss, *real)]
         return cls(
             loss=loss.detach().clone(),
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
             samples=samples,
-            rounding=torch.tensor(
-                [_rounding(t.dtype) for t in (loss, *real)], dtype=torch.float64, device=loss.device
-            ),
+            rounding=torch.tensor(rounding, dtype=torch.float64, device=loss.device),
         )
 
     def same_bits(self, other: Fingerprint) -> bool:

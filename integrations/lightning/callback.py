@@ -53,7 +53,7 @@ from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of, why_not_spread
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import nothing, standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
@@ -492,14 +492,8 @@ class _LightningProgram:
         """Learning rates that `training_step` reads are the user's numbers, not tensors of ours."""
         return nullcontext() if self._preparation is None else self._preparation.suspended()
 
-    @contextmanager
-    def _instead_of_training_step(self, training_step: Callable[..., Any]) -> Iterator[None]:
-        strategy = self._trainer.strategy
-        strategy.training_step = training_step  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            strategy.__dict__.pop("training_step", None)
+    def _instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
+        return standing_in([(self._trainer.strategy, "training_step", training_step)])
 
     @contextmanager
     def noticing(self, note: Callable[[], None]) -> Iterator[None]:
@@ -531,12 +525,8 @@ class _LightningProgram:
         if self.scaling.on:  # then nobody acts there, see `why_update_stays_outside`
             return self._whole_update
         clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
-        if not clips:
-            precision.clip_gradients = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        try:
+        with standing_in([] if clips else [(precision, "clip_gradients", nothing)]):
             precision._after_closure(self.model, optimizer)
-        finally:
-            precision.__dict__.pop("clip_gradients", None)
         return self.scaling.step if clips else self._whole_update
 
     def exchanges(self) -> bool:

@@ -43,8 +43,8 @@ from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
     backward_keeps_graph,
+    compiled_by,
     hooks_of,
-    inductor,
     is_asked_for,
     is_static,
     present_backward,
@@ -168,7 +168,7 @@ class PhaseRegions:
 
     def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
         """The graph with compiled kernels, where these were asked for."""
-        return inductor(gm, examples) if self.compiles else None
+        return compiled_by("inductor", gm, examples) if self.compiles else None
 
     def report_to(self, report: StepReport, step: int) -> None:
         """Tell what was recorded since it was told last, and in this step the latest. Hot path."""

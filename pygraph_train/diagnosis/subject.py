@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.putting_back import Backup
 from pygraph_train.step.loss_program import LossProgram
+from pygraph_train.trees import tensors_in
 
 __all__ = ["Subject", "subject_of"]
 
@@ -50,7 +51,7 @@ class Subject:
         found = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
         for module in self._all_modules():
             found += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        found += _tensors_in((self.args, self.kwargs))
+        found += tensors_in((self.args, self.kwargs))
         return list({id(t): t for t in found if not t.is_inference()}.values())
 
     def _all_modules(self) -> list[nn.Module]:
@@ -92,17 +93,9 @@ def subject_of(
 ) -> Subject:
     """A function that computes the loss, as a step."""
     held: Any = optimizers[0] if len(optimizers) == 1 else OptimizerSet(optimizers) if optimizers else None
-    places = [t.device for t in (*model.parameters(), *_tensors_in((args, kwargs)))]
+    places = [t.device for t in (*model.parameters(), *tensors_in((args, kwargs)))]
     device = places[0] if places else torch.device("cpu")
     return Subject(name, LossProgram(fn, model, held, device, scaler, None), args, kwargs)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _moved(value: Any, device: torch.device) -> Any:

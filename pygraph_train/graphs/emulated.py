@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
-from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
+from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, poison
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.graphs.memory import span
@@ -34,6 +34,7 @@ from pygraph_train.torch_private.dispatch import (
     writes_arguments,
 )
 from pygraph_train.torch_private.memory import storage_key
+from pygraph_train.trees import leaves_of, tensors_in
 
 __all__ = ["EmulatedEngine", "EmulatedGraph"]
 
@@ -242,7 +243,7 @@ class _Operation:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every recorded alias, in an order that equal operations share."""
-        return [*tensors_of((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
+        return [*tensors_in((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
 
     def run(self) -> None:
         before = torch.get_default_dtype()
@@ -257,7 +258,7 @@ class _Operation:
 
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
-        tensors = list(tensors_of(returned))
+        tensors = tensors_in(returned)
         for position, recorded in self.results:
             new = tensors[position]
             if (new.shape, new.stride(), new.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
@@ -295,7 +296,7 @@ class _Tape(TorchDispatchMode):
         # Function modes of the user have seen the public call already, and not this one in eager.
         with no_torch_function():
             self._check(func, args, kwargs)
-            inputs = list(tensors_of((args, kwargs)))
+            inputs = tensors_in((args, kwargs))
             if func is _aten.lift_fresh.default and self._record_constant(inputs[0]):
                 return func(*args, **kwargs)
             for tensor in inputs:
@@ -396,7 +397,7 @@ class _Tape(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], returned: Any) -> None:
         outputs = [
-            t for t in tensors_of(returned) if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            t for t in tensors_in(returned) if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         ]
         borrowed = {storage_key(tensor.untyped_storage()) for tensor in inputs}
         results = []
@@ -444,7 +445,7 @@ class _RefuseHostReads(TorchFunctionMode):
 def _shape_depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """As on CUDA, where these operations synchronise with the host."""
     if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
-        masks = [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+        masks = [index for index in tensors_in(args[1]) if index.dtype in (torch.bool, torch.uint8)]
         if func.overloadpacket is _aten.index or not masks:
             return bool(masks)
         # x[mask] = number is a masked fill; anything else looks for the indices of the mask first.

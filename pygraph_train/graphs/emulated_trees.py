@@ -10,21 +10,7 @@ import torch
 
 from pygraph_train.graphs.rewriting import check_sets
 
-__all__ = ["RecordedNumbers", "aliases", "leaves_of", "poison", "tensors_of"]
-
-
-def leaves_of(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves_of(item)
-    elif isinstance(tree, dict):
-        yield from leaves_of(list(tree.values()))
-    else:
-        yield tree
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor))
+__all__ = ["RecordedNumbers", "aliases", "poison"]
 
 
 def aliases(tree: Any) -> Any:

@@ -248,11 +248,9 @@ class OptimizerPreparation:
         if self._class is None or self._closed:
             return None
         baked, known = self.hyperparameters(), self._groups
-        if known is None or _has_tensors(baked) or baked != known.baked:
-            self._groups = None if self.reason is not None else self._look(baked)
-            return self._groups
         params = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        if self._sparse or {known.device} != set(map(Tensor.get_device, params)):
+        same = known is not None and not _has_tensors(baked) and baked == known.baked
+        if known is None or not same or self._sparse or {known.device} != set(map(Tensor.get_device, params)):
             self._groups = None if self.reason is not None else self._look(baked)
         # sparse gradients are left to `_before_step`, and to kernels that refuse them in plain training as well
         return self._groups
@@ -454,20 +452,15 @@ class OptimizerPreparation:
             self.generation += 1
         self._remembered = self._state_values()
         self._remembered_identities = identities(tuple(self._remembered))
-        self._present_addresses = _addresses_of(
-            [value for value in self._remembered if isinstance(value, Tensor)]
-        )
+        self._present_addresses = _addresses_of([v for v in self._remembered if isinstance(v, Tensor)])
         self._remembered_addresses = self._present_addresses()
 
     def state_unchanged(self) -> bool:
         """Whether the state holds exactly the objects of the last `remember()`, where they were then. Hot path."""
-        if self._remembered is None:
+        if self._remembered is None or identities(tuple(self._state_values())) != self._remembered_identities:
             return False
-        if identities(tuple(self._state_values())) != self._remembered_identities:
-            return False
-        return (
-            self._present_addresses() == self._remembered_addresses
-        )  # of the same tensors: `t.data = ...` moves them
+        # of the same tensors: `t.data = ...` moves them
+        return self._present_addresses() == self._remembered_addresses
 
     def _forget_state(self) -> None:
         self._remembered, self._present_addresses, self._moved = None, list, None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -49,8 +49,17 @@ class OptimizerSet:
             optimizer.step()
 
 
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """All of these contexts, one inside of the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 class SeveralPreparations:
-    """What `OptimizerPreparation` is to one optimizer, for all of them.
+    """What `OptimizerPreparation` is to one optimizer, for all of them: its methods do what they do there.
 
     Args:
         optimizers: all of a step.
@@ -80,7 +89,6 @@ class SeveralPreparations:
         return next((problem for member in self._members if (problem := member.problem) is not None), None)
 
     def what_changed(self) -> Problem:
-        """See `OptimizerPreparation.what_changed`."""
         return self._members[0].what_changed()
 
     @property
@@ -88,34 +96,21 @@ class SeveralPreparations:
         """Whether this is inside of `prepared()`."""
         return any(member.active for member in self._members)
 
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """See `OptimizerPreparation.prepared`."""
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.prepared())
-            yield
+    def prepared(self) -> AbstractContextManager[None]:
+        return _all(member.prepared() for member in self._members)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """See `OptimizerPreparation.suspended`."""
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.suspended())
-            yield
+    def suspended(self) -> AbstractContextManager[None]:
+        return _all(member.suspended() for member in self._members)
 
     def sync(self) -> None:
-        """See `OptimizerPreparation.sync`. Hot path."""
         for member in self._members:
             member.sync()
 
     def settle(self, engine: Engine) -> None:
-        """See `OptimizerPreparation.settle`."""
         for member in self._members:
             member.settle(engine)
 
     def hyperparameters(self) -> tuple[Any, ...]:
-        """See `OptimizerPreparation.hyperparameters`."""
         return tuple(member.hyperparameters() for member in self._members)
 
     def live_numbers(self, engine: Engine) -> LiveNumbers:
@@ -123,20 +118,16 @@ class SeveralPreparations:
         return LiveNumbers(self._optimizers.members[0], (), engine)
 
     def state_tensors(self) -> list[Tensor]:
-        """See `OptimizerPreparation.state_tensors`."""
         return list(chain.from_iterable(member.state_tensors() for member in self._members))
 
     def remember(self) -> None:
-        """See `OptimizerPreparation.remember`."""
         for member in self._members:
             member.remember()
 
     def state_unchanged(self) -> bool:
-        """See `OptimizerPreparation.state_unchanged`. Hot path."""
         return all(member.state_unchanged() for member in self._members)
 
     def close(self) -> None:
-        """See `OptimizerPreparation.close`."""
         for member in self._members:
             member.close()
 
@@ -154,12 +145,8 @@ class _States:
     def as_left(self) -> bool:
         return all(watch.as_left() for watch in self._watches)
 
-    @contextmanager
-    def none_is_made(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for watch in self._watches:
-                stack.enter_context(watch.none_is_made())
-            yield
+    def none_is_made(self) -> AbstractContextManager[None]:
+        return _all(watch.none_is_made() for watch in self._watches)
 
 
 def preparation_of(optimizer: Any, engine: Engine) -> OptimizerPreparation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,17 +27,13 @@ __all__ = [
 ]
 
 
-def tensor_version(tensor: torch.Tensor) -> int:
-    """Counter of the in-place changes of a tensor (torch 2.11, 2.13)."""
-    return int(tensor._version)
+tensor_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Counter of the in-place changes of a tensor. (2.11 to 2.15)"""
 
-
-def keep_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Inside, in-place changes of these tensors are not counted. (2.11, 2.13)"""
-    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-
-    return _unsafe_preserve_version_counter(tuple(tensors))
-
+keep_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]] = private(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter"
+)
+"""Inside, in-place changes of these tensors are not counted. (2.11 to 2.15)"""
 
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Identity of a storage while it is alive, also when its memory moves or is empty. (2.11, 2.13)"""
@@ -60,15 +57,14 @@ def _holders(tensor: torch.Tensor) -> int:
 
 def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Makes tensors over the same memory that do not own it, also when this one is gone. (2.11, 2.13)"""
-    storage, device, dtype = tensor.untyped_storage(), tensor.device, tensor.dtype
-    address, nbytes = storage.data_ptr(), storage.nbytes()
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    storage, place = tensor.untyped_storage(), (tensor.storage_offset(), tensor.size(), tensor.stride())
+    kind = {"dtype": tensor.dtype, "device": tensor.device}
+    return functools.partial(_over, storage.data_ptr(), storage.nbytes(), place, kind)
 
-    def borrow() -> torch.Tensor:
-        borrowed = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-        return torch.empty(0, dtype=dtype, device=device).set_(borrowed, *place)
 
-    return borrow
+def _over(address: int, nbytes: int, place: Any, kind: dict[str, Any]) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, kind["device"], nbytes)
+    return torch.empty(0, **kind).set_(storage, *place)
 
 
 def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -79,8 +75,8 @@ def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
         like: the other tensor.
         nbytes: from its first to its last element. (2.11, 2.13)
     """
-    storage = torch._C._construct_storage_from_data_pointer(address, like.device, nbytes)
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.size(), like.stride())
+    place, kind = (0, like.size(), like.stride()), {"dtype": like.dtype, "device": like.device}
+    return _over(address, nbytes, place, kind)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

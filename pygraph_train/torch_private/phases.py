@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ __all__ = [
     "accumulation_of",
     "add_all",
     "at_end_of_backward",
-    "aten",
     "autocast_now",
     "backward_keeps_graph",
     "compiled_autograd_wanted",
+    "compiled_by",
     "hooks_of",
-    "inductor",
     "is_asked_for",
     "is_static",
     "is_transformed",
@@ -153,22 +152,16 @@ def is_static(tensor: Tensor) -> bool:
     return hasattr(tensor, "_dynamo_static_input_type")
 
 
-def inductor(
-    gm: torch.fx.GraphModule, examples: Sequence[Any], settings: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """A graph of Dynamo's with Inductor's kernels. (2.11 to 2.15)"""
-    return _compiled("inductor", gm, examples, config_patches=dict(settings or {}))
-
-
-def aten(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of Dynamo's as AOTAutograd makes it, with the kernels of eager PyTorch. (2.11 to 2.15)"""
-    return _compiled("aot_eager_default_partitioner", gm, examples)
-
-
-def _compiled(
+def compiled_by(
     name: str, gm: torch.fx.GraphModule, examples: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """By a backend of torch, with backwards that leave alone what was saved for them."""
+    """A graph of Dynamo's, compiled so that backwards leave alone what was saved for them. (2.11 to 2.15)
+
+    Args:
+        name: a backend of torch: "inductor", or "aot_eager_default_partitioner" for eager kernels under AOTAutograd.
+        gm, examples: from Dynamo.
+        **options: of that backend.
+    """
     compiler: Any = torch._dynamo.lookup_backend(name)  # type: ignore[attr-defined]
     with torch._functorch.config.patch(donated_buffer=False):
         compiled = compiler(gm, list(examples), **options)

@@ -20,6 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -166,14 +167,15 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         _here.settings = changes
-        quietly(lambda: changes.enter_context(_counting()))
-        quietly(lambda: changes.enter_context(_without_advice()))
-        quietly(lambda: changes.enter_context(_without_reading_files()))
-        quietly(lambda: changes.enter_context(_not_capturable()))
-        quietly(lambda: changes.enter_context(_inner_leaves()))
-        quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
+        growing = _here.called[-1].growing.left_to_python
+        for around in (*_AROUND_A_TRACE, growing):
+            quietly(functools.partial(_enter, changes, around))
     _here.traces += 1
     _here.others += not _here.called
+
+
+def _enter(changes: ExitStack, around: Callable[[], Any]) -> None:
+    changes.enter_context(around())
 
 
 _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
@@ -200,13 +202,11 @@ def _without_reading_files() -> Any:
     return mock.patch.object(symbolic_convert, stock.__name__, nameless)
 
 
-@contextmanager
-def _not_capturable() -> Iterator[None]:
+def _not_capturable() -> Any:
     """Around a trace: Dynamo does not write `capturable` into groups that a step changes. (2.11 to 2.15)"""
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
-    with mock.patch.object(OptimizerVariable, "_set_capturable"):
-        yield
+    return mock.patch.object(OptimizerVariable, "_set_capturable")
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
@@ -273,6 +273,8 @@ def _without_advice() -> Iterator[None]:
             for log, disabled in zip(loggers, before, strict=True):
                 log.disabled = disabled
 
+
+_AROUND_A_TRACE = _counting, _without_advice, _without_reading_files, _not_capturable, _inner_leaves
 
 _BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 _IN_WORDS = {
@@ -420,14 +422,10 @@ class CompiledModule(CompiledFunction):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Hot path."""
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is None:
+        if DistributedDataParallel._active_ddp_module is None:
             return super().__call__(*args, **kwargs)
-        DistributedDataParallel._active_ddp_module = None
-        try:
+        with standing_in([(DistributedDataParallel, "_active_ddp_module", None)]):
             return super().__call__(*args, **kwargs)
-        finally:
-            DistributedDataParallel._active_ddp_module = wrapper
 
     def __init__(self, backend: Callable[..., Any], *, within: bool = False, **options: Any) -> None:
         super().__init__(_traced_forward if within else _traced_call, backend, **options)
