@@ -11,7 +11,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from pygraph_train.config import PyGraphOptions
 
 __all__ = ["Accelerator", "PyGraph"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # which argument of the stock class takes which plugin; the first match counts (several are kwargs handlers)
 _ARGUMENTS: tuple[tuple[type, str], ...] = (
@@ -207,7 +205,7 @@ class PyGraph:
         def make(body: Callable[[], None]) -> None:
             nonlocal graph
             if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
-                graph = loop.take_other_optimizer(graph, optimizer.optimizer, optimizer.scaler)
+                graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler, instead_of=graph)
             loop.step(graph, body)
             done(None)
 

@@ -107,7 +107,6 @@ class PhaseRegions:
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
         parts: in the present step, calls of regions.
-        hooked: whether autograd accumulates gradients in the present step, because parameters have hooks.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -134,7 +133,6 @@ class PhaseRegions:
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
         self.seconds, self.sizes = 0.0, ""
-        self.hooked = False
         self.end: Problem | None = None
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
@@ -446,14 +444,11 @@ class PhaseRegion:
 
     def _delivered_now(self, given: Sequence[Any]) -> frozenset[int]:
         """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
-        owner = self.owner
-        if not owner.delivers:
-            owner.hooked = True
+        if not self.owner.delivers:
             return frozenset()
         held = list(map(given.__getitem__, self._positions))
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
-        owner.hooked = True
         hooked = {i for i, t in zip(self._positions, held, strict=True) if _is_hooked(t)}
         return self._delivered - hooked
 

@@ -16,7 +16,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegion, PhaseRegions
 from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.subject import Subject
-from pygraph_train.graphs.devices import let_go, make_engine
+from pygraph_train.graphs.devices import make_engine
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.patches import standing_in
@@ -77,7 +77,7 @@ def explained(subject: Subject) -> Explanation:
         return look.explanation([problem for problem in found if problem is not None])
     finally:
         look.regions.close()
-        let_go(engine)
+        engine.close()
         vars(look).clear()  # Dynamo may keep what it has compiled
 
 

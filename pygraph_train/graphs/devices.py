@@ -1,4 +1,4 @@
-"""The engines of a device: what they have in common, and when their memory goes back to the device.
+"""The engines of a device, and what they have in common.
 
 All engines of one device capture on one stream, and allocate what stays from one pool. Each engine has memory of its
 own for what its graphs make: a training run has one, and so have all regions of a device together. A pool for all of
@@ -10,26 +10,13 @@ would have to copy its gradients to them, or be captured again after each captur
 
 from __future__ import annotations
 
-import weakref
-from typing import Protocol
-
 import torch
 
 from pygraph_train.boundary import quietly
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.torch_private.names import tell_if_newer
 
-__all__ = ["Tenant", "give_back_unused", "let_go", "make_engine"]
-
-
-class Tenant(Protocol):
-    """Somebody who has an engine for as long as the process lives."""
-
-    def give_back_unused(self) -> None:
-        """Let go of memory that nothing uses. Called between steps, never within a capture."""
-
-
-_tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
+__all__ = ["make_engine"]
 
 
 def make_engine(name: str, device: torch.device) -> Engine | None:
@@ -51,7 +38,6 @@ def make_engine(name: str, device: torch.device) -> Engine | None:
             raise ValueError(f"engine='emulated' works on the CPU, but the model is on {device}")
         from pygraph_train.graphs.emulated import EmulatedEngine
 
-        quietly(give_back_unused)
         return EmulatedEngine()
     if not torch.cuda.is_available():
         raise ValueError(
@@ -61,17 +47,4 @@ def make_engine(name: str, device: torch.device) -> Engine | None:
         raise ValueError(f"engine='cuda' needs the model on a CUDA device, but it is on {device}")
     from pygraph_train.graphs.cuda import CudaEngine
 
-    quietly(give_back_unused)
     return CudaEngine(device)
-
-
-def let_go(engine: Engine) -> None:
-    """The user of an engine is done with it. Every graph of it must have been closed."""
-    engine.close()
-    give_back_unused()
-
-
-def give_back_unused() -> None:
-    """What is gone since the last time, such as the regions of a training that is over, leaves its memory."""
-    for tenant in list(_tenants):
-        tenant.give_back_unused()

@@ -11,7 +11,6 @@ __all__ = [
     "ALIGNMENT",
     "AddressRange",
     "address_range",
-    "bits",
     "extent",
     "overlaps_itself",
     "span",
@@ -45,25 +44,6 @@ def span(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return tensor.reshape(-1)
     return tensor.as_strided((extent(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `span(tensor)`, behind autograd's back."""
-    return span(tensor.data).view(torch.uint8)
-
-
-_PART = 1 << 22
-"""Bytes that are added up at once."""
-
-
-def _sum(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in data.split(_PART):
-        words = part.new_zeros(-(-part.numel() // 8) * 8)
-        words[: part.numel()].copy_(part)
-        products = words.view(torch.int64).mul_(weights[: words.numel() // 8])
-        total = total * 6364136223846793005 + products.sum()
-    return total
 
 
 def address_range(tensor: torch.Tensor) -> AddressRange:

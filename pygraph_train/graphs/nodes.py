@@ -16,6 +16,7 @@ __all__ = [
     "named_kernels",
     "node_handles",
     "parameter_layout",
+    "parameter_memory",
     "read_nodes",
 ]
 
@@ -29,7 +30,6 @@ class Node:
     Attributes:
         kind: "kernel", "memcpy", "memset" or "other".
         name: the kernel's name where the driver tells it.
-        shape: grid, block and shared memory of a kernel; extents of a copy or a fill.
         blocks: (byte offset in the kernel's parameter space, raw bytes). A memcpy has one block, its
             destination and source address; a memset one with its destination.
         readable: False when the node may hold addresses that could not be read.
@@ -37,7 +37,6 @@ class Node:
 
     kind: str
     name: str = ""
-    shape: tuple[int, ...] = ()
     blocks: tuple[tuple[int, bytes], ...] = ()
     readable: bool = True
 
@@ -181,27 +180,35 @@ def parameter_layout(d: Any, params: Any) -> tuple[tuple[int, int], ...]:
 
 def _kernel(d: Any, handle: Any, layouts: dict[int, Any]) -> Node:
     params = checked(d.cuGraphKernelNodeGetParams(handle), "reading a kernel node")
-    grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
-    shape = (*grid, params.blockDimX, params.blockDimY, params.blockDimZ, params.sharedMemBytes)
-    # The memory behind `params` belongs to the node: it is read at once and never kept.
-    array, extra = int(params.kernelParams or 0), int(params.extra or 0)
     key = int(params.func) or int(params.kern)
     if key not in layouts:
-        layouts[key] = (_kernel_name(d, params), parameter_layout(d, params) if not extra else ())
+        layouts[key] = (
+            _kernel_name(d, params),
+            () if int(params.extra or 0) else parameter_layout(d, params),
+        )
     name, layout = layouts[key]
+    blocks = parameter_memory(params, layout)
+    return Node("kernel", name, blocks or (), readable=blocks is not None)
+
+
+def parameter_memory(params: Any, layout: Sequence[tuple[int, int]]) -> tuple[tuple[int, bytes], ...] | None:
+    """Offset and bytes of each parameter of a kernel, None where the driver does not tell them.
+
+    Args:
+        params: CUDA_KERNEL_NODE_PARAMS. The memory behind them belongs to the node: it is read at once and never kept.
+        layout: see `parameter_layout`; nobody asks for it where parameters are packed (`extra`).
+    """
+    array, extra = int(params.kernelParams or 0), int(params.extra or 0)
     if extra:
         packed = packed_parameters(extra)
-        if packed is None:
-            return Node("kernel", name, shape, readable=False)
-        return Node("kernel", name, shape, ((0, packed),))
+        return None if packed is None else ((0, packed),)
     if not array:
-        return Node("kernel", name, shape, readable=not layout)
+        return None if layout else ()
     pointers = (ctypes.c_uint64 * len(layout)).from_address(array)
-    blocks = tuple(
+    return tuple(
         (offset, ctypes.string_at(pointer, size))
         for pointer, (offset, size) in zip(pointers, layout, strict=True)
     )
-    return Node("kernel", name, shape, blocks)
 
 
 def _kernel_name(d: Any, params: Any) -> str:
@@ -226,12 +233,11 @@ def packed_parameters(extra: int) -> bytes | None:
 
 def _memcpy(d: Any, handle: Any) -> Node:
     params = checked(d.cuGraphMemcpyNodeGetParams(handle), "reading a memcpy node")
-    shape = (params.WidthInBytes, params.Height, params.Depth)
     destination, source = copy_addresses(d, params)
     if destination is None or source is None:
-        return Node("memcpy", shape=shape, readable=False)
+        return Node("memcpy", readable=False)
     data = destination.to_bytes(8, "little") + source.to_bytes(8, "little")
-    return Node("memcpy", shape=shape, blocks=((0, data),))
+    return Node("memcpy", blocks=((0, data),))
 
 
 def copy_addresses(d: Any, params: Any) -> tuple[int | None, int | None]:
@@ -253,5 +259,4 @@ def copy_addresses(d: Any, params: Any) -> tuple[int | None, int | None]:
 
 def _memset(d: Any, handle: Any) -> Node:
     params = checked(d.cuGraphMemsetNodeGetParams(handle), "reading a memset node")
-    shape = (params.elementSize, params.width, params.height, params.value)
-    return Node("memset", shape=shape, blocks=((0, int(params.dst).to_bytes(8, "little")),))
+    return Node("memset", blocks=((0, int(params.dst).to_bytes(8, "little")),))

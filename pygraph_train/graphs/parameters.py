@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 
-from pygraph_train.graphs.nodes import checked, driver, packed_parameters, parameter_layout
+from pygraph_train.graphs.nodes import checked, driver, parameter_layout, parameter_memory
 
 __all__ = ["KernelParameters"]
 
@@ -32,19 +31,22 @@ class KernelParameters:
     def __init__(self, executable: int, handle: Any) -> None:
         d = driver()
         self._params = params = checked(d.cuGraphKernelNodeGetParams(handle), "reading a kernel node")
-        blocks = _kernel_memory(d, params)
+        packed = int(params.extra or 0) != 0
+        blocks = parameter_memory(params, () if packed else parameter_layout(d, params))
+        if blocks is None:
+            raise RuntimeError("the driver does not tell a kernel's parameters")
         size = max((offset + len(data) for offset, data in blocks), default=0)
         self.memory = np.zeros(-(-size // 16) * 16, dtype=np.uint8)
         for offset, data in blocks:
             self.memory[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
         address = self.memory.ctypes.data
         self._keep: list[Any] = []
-        if int(params.extra or 0):
-            packed = np.array([len(blocks[0][1])], dtype=np.uint64)
+        if packed:
+            nbytes = np.array([len(blocks[0][1])], dtype=np.uint64)
             # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._SIZE, ..._END
-            extra = np.array([1, address, 2, packed.ctypes.data, 0], dtype=np.uint64)
+            extra = np.array([1, address, 2, nbytes.ctypes.data, 0], dtype=np.uint64)
             params.extra = extra.ctypes.data
-            self._keep += [packed, extra]
+            self._keep += [nbytes, extra]
         else:
             pointers = np.array([address + offset for offset, _ in blocks], dtype=np.uint64)
             params.kernelParams = pointers.ctypes.data
@@ -58,18 +60,3 @@ class KernelParameters:
             RuntimeError: the driver refuses it.
         """
         checked(self._set(*self._to, self._params), "giving a captured kernel other parameters")
-
-
-def _kernel_memory(d: Any, params: Any) -> list[tuple[int, bytes]]:
-    """The (offset, bytes) of a kernel's parameters."""
-    if int(params.extra or 0):
-        packed = packed_parameters(int(params.extra))
-        if packed is None:
-            raise RuntimeError("the driver does not tell a kernel's parameters")
-        return [(0, packed)]
-    layout = parameter_layout(d, params)
-    pointers = (ctypes.c_uint64 * len(layout)).from_address(int(params.kernelParams)) if layout else ()
-    return [
-        (offset, ctypes.string_at(pointer, size))
-        for pointer, (offset, size) in zip(pointers, layout, strict=True)
-    ]

@@ -62,7 +62,7 @@ class LiveNumbers:
         engine: Engine,
         kernels: Sequence[str] = (),
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._kernels = kernels
         entries = list(entries) if engine.rewrites_numbers else []
         self._groups = sorted({group for _, group, _ in entries})
@@ -74,7 +74,7 @@ class LiveNumbers:
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Inside of the capture, around the optimizer's step: each hyperparameter has its own value."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         self._stepped = {
             group
             for group in self._groups
@@ -109,7 +109,7 @@ class LiveNumbers:
         marks = list(zip(self._places, self._marks, strict=True))
         sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
         places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
-        followed = _Following(graph, graph.numbers(sets, self._kernels), self._optimizer, self, places)
+        followed = _Following(graph, graph.numbers(sets, self._kernels), self, places)
         try:
             followed.write()  # a graph that takes no numbers is found out now
         except RuntimeError as error:
@@ -119,7 +119,7 @@ class LiveNumbers:
 
     def value(self, place: NumberPlace) -> Any:
         """What the user's optimizer has there now."""
-        value = self._optimizer.param_groups[place.group][place.key]
+        value = self.optimizer.param_groups[place.group][place.key]
         return value if place.item is None else value[place.item]
 
     def baked(self, hyperparameters: tuple[Any, ...]) -> Any:
@@ -139,7 +139,6 @@ class _Following:
         self,
         graph: Graph,
         writer: NumberWriter,
-        optimizer: Optimizer,
         numbers: LiveNumbers,
         places: Sequence[NumberPlace],
     ) -> None:
@@ -148,13 +147,12 @@ class _Following:
         self._writer = writer
         self._numbers = numbers
         self._places = places
-        self._optimizer = optimizer
         self._keys = list(dict.fromkeys((place.group, place.key) for place in places))
         self._held: list[Any] = []
 
     def write(self) -> None:
         """Give the graph the hyperparameters of now, if they are others than before. Hot path."""
-        groups = self._optimizer.param_groups
+        groups = self._numbers.optimizer.param_groups
         held = [groups[group][key] for group, key in self._keys]
         if held != self._held:
             self._writer.write([float(self._numbers.value(place)) for place in self._places])

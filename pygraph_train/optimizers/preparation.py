@@ -44,10 +44,10 @@ from pygraph_train.torch_private.memory import is_alone, local_tensor, local_ten
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     fused_adagrad_on_cuda,
+    let_scaler_in,
     optimizer_step_hook_tables,
     optimizer_step_override,
     private_attributes_of,
-    set_step_supports_amp_scaling,
 )
 
 __all__ = ["OptimizerPreparation"]
@@ -292,7 +292,7 @@ class OptimizerPreparation:
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
         if groups.fused:
-            set_step_supports_amp_scaling(self._optimizer, True)
+            let_scaler_in(self._optimizer)
 
     def _swap_out(self) -> None:
         saved, self._saved = self._saved, []

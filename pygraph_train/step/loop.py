@@ -21,7 +21,6 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.graphs.devices import let_go
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.plans import graphs_apart
@@ -172,47 +171,40 @@ class Loop:
                 self._calls.add(call)
 
     def take_optimizer(
-        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        instead_of: OptimizerGraph | None = None,
     ) -> OptimizerGraph | None:
-        """A graph for the optimizer's step; None where graphs are off."""
-        if self._engine is None:
+        """A graph for the optimizer's step; None where graphs are off.
+
+        Args:
+            optimizer: stepped by the loop.
+            scaler: of the loop, if there is one.
+            instead_of: the graph of another optimizer, whose place this one takes.
+        """
+        if self._engine is None or (instead_of is not None and instead_of not in self._optimizers):
             return None
-        engine = self._engine
-        return arranged(lambda: self._take_optimizer(optimizer, engine, scaler), self.report.failed)
+        given = optimizer, self._engine, scaler, instead_of
+        return arranged(lambda: self._take_optimizer(*given), self.report.failed)
 
     def _take_optimizer(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
+        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: Any, before: OptimizerGraph | None
     ) -> OptimizerGraph:
-        graph = self._graph_of(optimizer, engine, scaler)
-        self._rounds.begin_anew()
-        self._optimizers.add(graph)
-        self.over = False
-        return graph
-
-    def _graph_of(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
-    ) -> OptimizerGraph:
+        if before is not None:
+            before.close()
+            self._kept = [kept for kept in self._kept if kept is not before]
         graph = OptimizerGraph(optimizer, engine, self.config, self.report, scaler)
         if not graph.lives_with_its_optimizer():
             self._kept.append(graph)
-        return graph
-
-    def take_other_optimizer(
-        self,
-        graph: OptimizerGraph,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> OptimizerGraph | None:
-        """Another optimizer takes the place of the one that a graph is for. Where graphs are off, there is none."""
-        if self._engine is None or graph not in self._optimizers:
-            return None
-        graph.close()
-        self._kept = [kept for kept in self._kept if kept is not graph]
-        other = self._graph_of(optimizer, self._engine, scaler)
         self._rounds.begin_anew()
-        self._optimizers.replace(graph, other)
+        if before is None:
+            self._optimizers.add(graph)
+        else:
+            self._optimizers.replace(before, graph)
         self.over = False
-        return other
+        return graph
 
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
         """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
@@ -237,7 +229,7 @@ class Loop:
         engine = self._engine
         quietly(*[call.remove for call in self._calls], *[graph.close for graph in self._optimizers])
         if engine is not None:
-            quietly(lambda: let_go(engine))
+            quietly(engine.close)
         quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
 

@@ -146,11 +146,6 @@ class ModuleCall:
         self._compiled.settled = settled
 
     @property
-    def called(self) -> bool:
-        """Whether the module was called while gradients were wanted."""
-        return self._called
-
-    @property
     def name(self) -> str:
         """Of the module's class."""
         return type(self._module).__name__

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from pygraph_train.boundary import Boundary, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegions
-from pygraph_train.graphs.devices import let_go
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -96,7 +95,7 @@ class PhaseRunner:
         try:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
-            regions.hooked, regions.end = False, None
+            regions.end = None
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
@@ -270,7 +269,7 @@ class PhaseRunner:
         """Release every graph and give the optimizer back as it was."""
         self.stopped = True
         quietly(self._regions.close, self._drop_update)
-        let_go(self._training.engine)
+        self._training.engine.close()
 
 
 _OTHER_THREAD = Problem(

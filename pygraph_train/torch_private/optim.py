@@ -11,13 +11,13 @@ import torch
 __all__ = [
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
+    "let_scaler_in",
     "optimizer_step_hook_tables",
     "optimizer_step_override",
     "private_attributes_of",
     "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
-    "set_step_supports_amp_scaling",
     "step_supports_amp_scaling",
 ]
 
@@ -99,9 +99,9 @@ def step_supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def set_step_supports_amp_scaling(optimizer: torch.optim.Optimizer, supported: bool) -> None:
+def let_scaler_in(optimizer: torch.optim.Optimizer) -> None:
     """Tell GradScaler that `step()` takes grad_scale and found_inf (torch 2.11, 2.13)."""
-    optimizer._step_supports_amp_scaling = supported  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 @functools.cache

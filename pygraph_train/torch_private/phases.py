@@ -52,6 +52,11 @@ backward_keeps_graph: Callable[[], bool] = private("torch._C._autograd._get_curr
 present_backward: Callable[[], int] = private("torch._C._current_graph_task_id")
 """What tells the backward that runs in this thread from others; -1 where none does. (2.11 to 2.15)"""
 
+at_end_of_backward: Callable[[Callable[[], None]], None] = private(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+"""Have something called when the present backward has ended without an exception. (2.11 to 2.15)"""
+
 
 def is_transformed() -> bool:
     """Whether operations are for something else than training now. (2.11, 2.13)
@@ -70,11 +75,6 @@ def compiled_autograd_wanted() -> bool:
     import torch._dynamo.config as config
 
     return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` called when the present backward has ended without an exception. (2.11 to 2.15)"""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:

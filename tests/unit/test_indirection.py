@@ -34,7 +34,7 @@ def kernel(*blocks: bytes | tuple[int, bytes], name: str = "k", **more: Any) -> 
         offset, data = block if isinstance(block, tuple) else (at, block)
         placed.append((offset, data))
         at = -(-(offset + len(data)) // 8) * 8
-    return Node("kernel", name, (1, 1, 1, 32, 1, 1, 0), tuple(placed), **more)
+    return Node("kernel", name, tuple(placed), **more)
 
 
 def word(value: int) -> bytes:
