@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pygraph_train.graphs.cuda_graph import finish_replays
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.memory import ALIGNMENT, AddressRange, address_range
 from pygraph_train.graphs.nodes import Node, checked, driver, node_handles
@@ -212,7 +213,8 @@ class _RepeatedMemory:
             raise
 
     def close(self) -> None:
-        """Give all back. No graph that may touch it runs any more."""
+        """Give all back, when nothing touches it any more: it may not even be filled yet."""
+        finish_replays()
         if self._mapped:
             self._driver.cuMemUnmap(self.address, self._mapped)
         self._driver.cuMemAddressFree(self.address, self._nbytes)
