@@ -62,12 +62,13 @@ class OptimizerGraph:
         self._told = False
         self._held: Any = None  # by a hook of the optimizer
 
-    def run(self, body: Callable[[], None], constants: Any = ()) -> None:
+    def run(self, body: Callable[[], None], constants: Any = (), *, hold: bool = False) -> None:
         """Make one step.
 
         Args:
             body: the step in Python.
             constants: Python values that a capture of `body` bakes in.
+            hold: whether it is too early for a graph.
         """
         self.runs += 1
         self.replayed = False
@@ -80,7 +81,7 @@ class OptimizerGraph:
                 self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
-        self._run_phase(body, constants)
+        self._run_phase(body, constants, hold)
 
     @property
     def over(self) -> bool:
@@ -134,7 +135,7 @@ class OptimizerGraph:
             self._preparation.close()
             self._preparation = None
 
-    def _run_phase(self, body: Callable[[], None], constants: Any) -> None:
+    def _run_phase(self, body: Callable[[], None], constants: Any, hold: bool) -> None:
         assert self._preparation is not None
         if self._phase is None:
             self._phase = OptimizerPhase(
@@ -145,7 +146,7 @@ class OptimizerGraph:
                 self._report,
             )
         constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, step=self.runs)
+        self._phase.run(body, constants, step=self.runs, hold=hold)
         self.replayed = self._phase.replayed
         self._report.update_waited(self._phase.waits)
         if self.replayed:

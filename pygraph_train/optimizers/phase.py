@@ -174,13 +174,14 @@ class OptimizerPhase:
         self._changes = 0
         self._replays = 0
 
-    def run(self, body: Callable[[], None], constants: Any, *, step: int) -> None:
+    def run(self, body: Callable[[], None], constants: Any, *, step: int, hold: bool = False) -> None:
         """Make the phase with the gradients as they are.
 
         Args:
             body: the phase in Python.
             constants: Python values that a capture of `body` bakes in.
             step: the training step, for the report.
+            hold: whether it is too early for a graph.
         """
         self.replayed, self.waits = False, ""
         if self.problem is not None:
@@ -208,9 +209,9 @@ class OptimizerPhase:
                 return body()
             if not self._preparation.state.as_left():
                 self._runs = {key: min(runs, _RUNS_BEFORE_CAPTURE - 1) for key, runs in self._runs.items()}
-            if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+            if hold or self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self.waits = "" if layout.addresses else _NO_GRADIENT
-                self._runs[key] += 1
+                self._runs[key] = self._runs.get(key, 0) + 1
                 return self._run_prepared(body)
             if not self._make_room():
                 self.problem = _ABSENT

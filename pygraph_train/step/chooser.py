@@ -90,6 +90,11 @@ class Chooser:
         self._host = self._without = self._with = self._saves = math.inf
         self._worked = math.inf  # of the host in forward, backward and update of a plain step
 
+    @property
+    def timing(self) -> bool:
+        """Whether the next step is a plain one that is timed."""
+        return self.plain and not self.waits
+
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
         return self.settled and parts < self._parts

@@ -287,8 +287,10 @@ class Loop:
 
     def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         began = time.perf_counter()
-        graph.run(body, constants)
-        if (chooser := self._chooser) is not None and chooser.plain:
+        chooser, asked = self._chooser, self.config.optimizer == "on"
+        timing = chooser is not None and chooser.timing and bool(self._calls)
+        graph.run(body, constants, hold=timing and not asked)
+        if chooser is not None and timing:
             chooser.worked(time.perf_counter() - began)
         if self._counts_steps and not graph.suspended:
             self._replayed.append(graph.replayed)

@@ -116,7 +116,8 @@ class PhaseRunner:
     @property
     def timing(self) -> bool:
         """Whether the present step is a plain one that is timed."""
-        return self._chooser is not None and self._chooser.plain and not self._chooser.waits
+        chooses = self._why_plain is None and not self._runs_plain
+        return chooses and self._chooser is not None and self._chooser.timing
 
     def worked(self, seconds: float, calls: int = 0) -> None:
         """See `Chooser.worked`; seconds below zero for what no graph replaces."""
@@ -189,7 +190,8 @@ class PhaseRunner:
         if scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        phase.run(body, (constants, scaling.numbers()), step=training.step)
+        early = self.timing and training.config.optimizer != "on"
+        phase.run(body, (constants, scaling.numbers()), step=training.step, hold=early)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
