@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.indirection import MovableInputs
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
+from pygraph_train.patches import not_collecting
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
@@ -147,7 +147,7 @@ class CudaEngine:
 
     def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
         """See `graphs.engine.Engine.capture`."""
-        with _one_capture:
+        with _one_capture, not_collecting():
             return self._capture(fn, instantiate)
 
     def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
@@ -159,10 +159,6 @@ class CudaEngine:
         with expandable_segments(), torch.cuda.stream(self._stream):
             self._anchor(self._pool)
         graph, under_way = torch.cuda.CUDAGraph(keep_graph=True), False
-        # The collector must not run in the middle: a dead object of another library may free CUDA memory
-        # or destroy an event, which is forbidden while a stream captures.
-        collecting = gc.isenabled()
-        gc.disable()
         caller = torch.cuda.current_stream(self.device)
         try:
             # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
@@ -193,8 +189,6 @@ class CudaEngine:
         finally:
             torch.clear_autocast_cache()
             torch.cuda.set_stream(caller)
-            if collecting:
-                gc.enable()
 
     def _anchor(self, pool: _Pool) -> None:
         if pool.anchor is not None:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import not_collecting, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -166,6 +166,7 @@ def _prepare_trace() -> None:
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
         changes = ExitStack()
         changes.enter_context(config.patch(known))
+        changes.enter_context(not_collecting())
         _here.settings = changes
         growing = _here.called[-1].growing.left_to_python
         for around in (*_AROUND_A_TRACE, growing):
