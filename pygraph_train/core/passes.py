@@ -115,6 +115,8 @@ class _Draws(TorchDispatchMode):
         given = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in operation.tags:
             return operation(*args, **given)
+        if operation is torch.ops.aten.native_dropout.default and args[2]:
+            return self._dropped_out(*args)
         written = written_arguments(operation, args, given)
         if not self._again:
             made = operation(*args, **given)
@@ -125,6 +127,18 @@ class _Draws(TorchDispatchMode):
         for tensor, value in zip(written, drawn, strict=True):
             tensor.copy_(value)
         return written[0] if returns_argument(operation) else _copied(made)
+
+    def _dropped_out(self, x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
+        """The dropout of a device: its mask alone is kept, and the backward's kernel computes the same of it."""
+        if not self._again:
+            made, mask = torch.ops.aten.native_dropout(x, p, train)
+            self._kept.append(mask.clone())
+            return made, mask
+        mask = self._kept[self._position].clone()
+        self._position += 1
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32  # the kernel rounds 1 - p
+        scale = float(1 / torch.tensor(1 - p, dtype=dtype, device="cpu"))
+        return torch.ops.aten.native_dropout_backward(x, mask, scale), mask
 
 
 _copied = functools.partial(map_leaves, lambda value: value.clone() if isinstance(value, Tensor) else value)
