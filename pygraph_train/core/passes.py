@@ -366,8 +366,20 @@ def value_of(node: Node) -> Any:
 
 
 def is_on_host(node: Node) -> bool:
-    """Whether it computes a tensor in memory of the host."""
-    return isinstance(value_of(node), Tensor) and bool(value_of(node).is_cpu)
+    """Whether it computes a tensor in memory of the host.
+
+    Dynamo of torch 2.11 does not ask for the default device: what is made without a device is on another one.
+    """
+    value = value_of(node)
+    if not isinstance(value, Tensor) or not value.is_cpu:
+        return False
+    if not node.op.startswith("call") or torch.get_default_device().type == "cpu":
+        return True
+    if "pygraph_on_host" not in node.meta:
+        given = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
+        there = [n for n in given if value_of(n).is_cpu]
+        node.meta["pygraph_on_host"] = all(map(is_on_host, there)) if given else "device" in node.kwargs
+    return bool(node.meta["pygraph_on_host"])
 
 
 def _graph_of(

@@ -43,6 +43,21 @@ def split(fn: Callable[..., Any], *given: Any) -> tuple[HostPart, Callable[..., 
 ON_DEVICE = torch.zeros(4, 6, device="meta")
 
 
+def test_what_is_made_on_the_default_device_is_no_part_of_the_host() -> None:
+    """Dynamo of torch 2.11 takes it for a tensor of the host."""
+
+    def step(x: Tensor) -> Tensor:
+        return x + torch.rand(()) * 2
+
+    torch.set_default_device("meta")
+    try:
+        (gm,) = graphs_of(step, ON_DEVICE)
+        assert not HostPart(gm).any and halves(gm) is None
+        assert prepared(gm, "meta", eager=True)[1] is None
+    finally:
+        torch.set_default_device(None)
+
+
 def test_steps_of_noise_are_drawn_anew_and_sent() -> None:
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
         drawn = torch.randint(0, 1000, (4,), device="cpu")
