@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import logging
+import math
 import operator
 import time
 import weakref
@@ -53,7 +54,7 @@ from pygraph_train.torch_private.stock_dynamo import end_of, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-__all__ = ["PhaseRegion", "PhaseRegions", "SharedGraph"]
+__all__ = ["RARE", "PhaseRegion", "PhaseRegions", "SharedGraph"]
 
 log = logging.getLogger("pygraph_train")
 
@@ -71,6 +72,12 @@ _AGAIN = 2
 
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
+
+_MOST_MET = 1024
+"""Sets of shapes without a recording that are counted."""
+
+_FIRST = 3
+"""The first recording takes at least so many times as long as later ones (3 to 10 on an H200)."""
 
 _MOST_MODULES = 128
 """Modules with a region of their own for a graph that they share."""
@@ -112,6 +119,7 @@ class PhaseRegions:
         recorded, seconds: recordings since they were reported last, and the time they took.
         sizes: those of the inputs of the first of them, as in "8x128, 8".
         gradients: by parameter, where recordings put its gradient.
+        pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
     """
 
     def __init__(
@@ -137,6 +145,7 @@ class PhaseRegions:
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
+        self.pays: Callable[[float, float], bool] = lambda share, seconds: True
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -344,6 +353,8 @@ class PhaseRegion:
         self.inference = False
         self.calls = self.replays = self.backwards = self.recordings = self.last = 0
         self._moves = 0
+        self._met: dict[Any, int] = {}  # how often further shapes came that have no recording
+        self._took = math.inf  # seconds of a recording
         self._learned = False
         self._numbers: tuple[int, ...] = ()
         self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
@@ -546,6 +557,9 @@ class PhaseRegion:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):
                 self.owner.tell(_TOO_MANY)
                 return None
+            if self.slots and not self._pays(key):
+                self.owner.tell(RARE)
+                return None
             slots = self.slots[key] = []
         for slot in slots:
             if slot.free:
@@ -555,6 +569,12 @@ class PhaseRegion:
         slot = self._record(given)
         slots.append(slot)
         return slot
+
+    def _pays(self, key: Any) -> bool:
+        """Whether a recording for further shapes saves more than it takes, if they come as often as so far."""
+        if key in self._met or len(self._met) < _MOST_MET:
+            self._met[key] = self._met.get(key, 0) + 1
+        return self.owner.pays(self._met.get(key, 1) / self.calls, self._took)
 
     def _identity(self, given: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Of the fixed inputs: objects and addresses. Hot path. It keeps no tensor alive."""
@@ -618,6 +638,8 @@ class PhaseRegion:
         if not owner.recorded:
             sizes = ["x".join(map(str, given[i].shape)) for i in self._moving if given[i].dim()]
             owner.sizes = ", ".join([*dict.fromkeys(sizes)][:_MOST_SIZES])
+        took = (time.perf_counter() - started) / (_FIRST if self.recordings == 1 else 1)
+        self._took = min(self._took, took)
         owner.recorded += 1
         owner.seconds += seconds
         phases = "{F}" if self.inference else "{F} {B}"
@@ -763,6 +785,10 @@ _SAVED_TENSORS_HOOKS = Problem(
 _TOO_MANY = Problem(
     "a part of the step has as many recordings for sets of shapes as are kept, and further ones run without a graph",
     fix="Pad batches to fewer sizes, or choose a larger max_signatures",
+)
+RARE = Problem(
+    "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
+    fix='They run without graphs, because it takes longer to make some. forward="on" makes them all',
 )
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 

@@ -13,7 +13,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 
-__all__ = ["RARE", "Chooser", "chooser_for"]
+__all__ = ["Chooser", "chooser_for"]
 
 _PLAIN = 8
 """The first steps, which run as they are. They are timed, but for the first one. The least counts: caches fill."""
@@ -98,6 +98,11 @@ class Chooser:
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
         return self.settled and parts < self._parts
+
+    def pays(self, share: float, seconds: float) -> bool:
+        """Whether graphs that take so long to make pay, where they serve this share of all further steps."""
+        left = self._left()
+        return (_UNKNOWN if left == math.inf else left) * share * self._saves >= seconds
 
     def worked(self, seconds: float, calls: int = 0) -> None:
         """The host has worked in a plain step on what graphs would replay.
@@ -214,11 +219,6 @@ class Chooser:
 
 
 _ON = 'forward="on" makes graphs all the same'
-
-RARE = Problem(
-    "a step differs from those that were traced, by the shapes of its batch or by a branch, and such steps are rare",
-    fix='They run without graphs, because a trace takes longer. forward="on" traces them all',
-)
 
 
 def chooser_for(

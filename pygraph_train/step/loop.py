@@ -6,8 +6,10 @@ What loops of Accelerate, Fabric, the transformers Trainer and manual optimizati
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, q
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
+from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import Replication, replication_of
@@ -33,7 +36,7 @@ from pygraph_train.report.announcements import (
     tell_why_off,
 )
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.step.chooser import RARE, Chooser, chooser_for
+from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
@@ -55,6 +58,12 @@ _WITH_BACKWARD = 3
 """How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200."""
 
 _PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
+
+
+def _pays(chooser: weakref.ref[Chooser], share: float, seconds: float) -> bool:
+    """See `Chooser.pays`."""
+    alive = chooser()
+    return alive is None or alive.pays(share, seconds)
 
 
 class Loop:
@@ -168,6 +177,8 @@ class Loop:
                 call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
                 if self._chooser is not None:
                     call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
+                    # Dynamo keeps regions, which must not keep the loop
+                    call.regions.pays = functools.partial(_pays, weakref.ref(self._chooser))
                 self._calls.add(call)
 
     def take_optimizer(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pygraph_train.boundary import Boundary, once, quietly
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.core.region import PhaseRegions
+from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -20,7 +20,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.chooser import RARE, chooser_for
+from pygraph_train.step.chooser import chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
@@ -70,6 +70,8 @@ class PhaseRunner:
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
         self._hopeless = self._silent = 0
         self._chooser = chooser_for(config, engine, report.timed, training.left)
+        if self._chooser is not None:
+            self._regions.pays = lambda *given: known()._chooser.pays(*given)
         report.runs_with(SEPARATE)
         if config.forward == "off":
             report.note(FORWARD_IS_OFF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import nn
 
 from pygraph_train import GraphedStep, PyGraph
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.region import RARE, PhaseRegion
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step import chooser, loop, phase_runner
 from pygraph_train.step.chooser import Chooser, chooser_for
@@ -356,7 +358,39 @@ def test_a_loop_traces_no_rare_step(make: Any, monkeypatch: pytest.MonkeyPatch) 
         return torch.randn(2 if rare else 3, 4)
 
     report = _rarely_different(make, _small(), _small(), torch.optim.SGD, different)
-    assert str(chooser.RARE.reason) in str(report["fallbacks"])
+    assert RARE.reason in str(report["fallbacks"])
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+@pytest.mark.quick
+def test_shapes_that_come_once_are_not_recorded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording takes longer than the steps that it would serve. Shapes that come often have one."""
+    _choose(monkeypatch, 1e-2, 1e-3)
+    monkeypatch.setattr(chooser, "_UNKNOWN", 10_000)
+    monkeypatch.setattr(PhaseRegion, "_pays", _slow(PhaseRegion._pays))
+    model, twin = _small(), _small()
+    step, report = make(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, fused=True)
+    counts = []
+    for n in range(1, 81):
+        x = torch.randn(3 if n < 10 else 4 if n % 2 else n, 4)
+        step(x)
+        optimizer.zero_grad()
+        twin(x).square().mean().backward()
+        optimizer.step()
+        counts.append(report().to_dict()["phases_from_graphs"]["F"])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    replayed = [n for n, (a, b) in enumerate(itertools.pairwise(counts), 2) if b > a and n >= 20]
+    assert replayed == [n for n in range(20, 81) if n % 2]
+    assert RARE.reason in str(report().to_dict()["fallbacks"])
+
+
+def _slow(stock: Any) -> Any:
+    def pays(region: PhaseRegion, key: Any) -> bool:
+        region._took = 8.0  # seconds, after which graphs have saved as much that serve a tenth of all steps
+        return bool(stock(region, key))
+
+    return pays
 
 
 class _Refused(nn.Module):
