@@ -188,6 +188,11 @@ class RecordedRegion:
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
+        for output, how in zip(outputs, self._hand_out, strict=True):
+            plain = type(output) is Tensor and not (output.is_conj() or output.is_neg())
+            if how is None and plain and output.numel():
+                # each replay's values are copied at once, so what follows may use the memory, and other recordings
+                output.data = borrower(output)()
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
