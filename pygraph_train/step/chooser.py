@@ -201,7 +201,9 @@ class Chooser:
         if self._saves < _LITTLE * self._without:
             ms = f"at most {max(self._saves, 0.0) * 1e3:.1f} ms of a step of {self._without * 1e3:.1f} ms"
             return Problem(f"graphs would save little: {ms}", fix=_ON)
-        fewest, left = math.ceil(_MARGIN * (_COST + _COST_OF_HOST * self._host) / self._saves), self._left()
+        left = self._left()
+        times = 1.0 if left == math.inf else _MARGIN
+        fewest = math.ceil(times * (_COST + _COST_OF_HOST * self._host) / self._saves)
         if left == math.inf and fewest > _UNKNOWN:
             self.plain, self.waits, self._wanted = True, True, fewest
             late = f"graphs pay after some {fewest} steps, and nobody knows how many are left"
