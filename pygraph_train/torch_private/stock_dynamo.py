@@ -162,20 +162,18 @@ def _prepare_trace() -> None:
     if _here.called and _here.settings is None:
         import torch._dynamo.config as config
 
-        settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | _told_once()}
+        # these tell something in the first step only, which is not traced (transformers)
+        told_once = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
+        settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | told_once}
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         _here.settings = changes
         growing = _here.called[-1].growing.left_to_python
         for around in (*_AROUND_A_TRACE, growing):
-            quietly(functools.partial(_enter, changes, around))
+            quietly(lambda around=around: changes.enter_context(around()))  # type: ignore[misc]
     _here.traces += 1
     _here.others += not _here.called
-
-
-def _enter(changes: ExitStack, around: Callable[[], Any]) -> None:
-    changes.enter_context(around())
 
 
 _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
@@ -239,11 +237,6 @@ def _inner_leaves() -> Iterator[None]:
             known = {"requires_grad_": type(table["requires_grad_"])(method)}
             changes.enter_context(mock.patch.dict(table, known))
         yield
-
-
-def _told_once() -> set[Any]:
-    """Methods of loggers that tell something in the first step only, which is not traced (transformers)."""
-    return {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
 
 
 _ADVICE = "Dynamo does not know how to trace|Dynamo detected a call to a `functools.lru_cache`"
