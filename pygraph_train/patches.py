@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["nothing", "standing_in"]
-
 _MISSING = object()
 
 

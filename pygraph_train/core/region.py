@@ -53,8 +53,6 @@ from pygraph_train.torch_private.stock_dynamo import end_of, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-__all__ = ["PhaseRegion", "PhaseRegions", "SharedGraph"]
-
 log = logging.getLogger("pygraph_train")
 
 _MOST_PENDING = 4

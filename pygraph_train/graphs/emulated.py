@@ -36,8 +36,6 @@ from pygraph_train.torch_private.dispatch import (
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.trees import leaves_of, tensors_in
 
-__all__ = ["EmulatedEngine", "EmulatedGraph"]
-
 T = TypeVar("T")
 
 _one_capture = OneCapture()

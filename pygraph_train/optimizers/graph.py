@@ -19,8 +19,6 @@ from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.memory import local_tensor
 
-__all__ = ["OptimizerGraph"]
-
 
 class OptimizerGraph:
     """Runs one optimizer's step, from a graph where that is proved to be the same.

@@ -13,8 +13,6 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
 
-__all__ = ["CLIPS_OTHERS", "UNSCALED", "UpdateProgram", "not_optimized", "optimized"]
-
 CLIPS_OTHERS = (
     "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
     "not find them"

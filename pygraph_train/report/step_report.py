@@ -18,8 +18,6 @@ from pygraph_train.report.printing import Printed, VerboseReport
 from pygraph_train.report.progress import RECENT, Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
 
-__all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
-
 log = logging.getLogger("pygraph_train")
 
 _MANY_SHAPES, _FEW_SHAPES = 8, 3

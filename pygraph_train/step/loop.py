@@ -39,8 +39,6 @@ from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
 from pygraph_train.torch_private.stock_dynamo import traces
 
-__all__ = ["Loop"]
-
 _PATIENCE = 20
 """Steps without a graph of forward and backward, and without a reason, after which one is given."""
 

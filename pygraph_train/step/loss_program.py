@@ -45,8 +45,6 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.trees import detached_results
 
-__all__ = ["BACKWARD_MADE", "SECOND_BACKWARD", "LossProgram", "LossSteps"]
-
 SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
     "the function for the loss makes the backward itself",

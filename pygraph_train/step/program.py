@@ -11,8 +11,6 @@ from pygraph_train.boundary import STEP, executes
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
 
-__all__ = ["Call", "StepProgram", "plain_call"]
-
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """How the step's function is run: plainly, or through `torch.compile`."""
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Growing"]
-
 
 class Growing:
     """The lists that one function was traced with. One that has grown at its next trace is left to Python from then on.

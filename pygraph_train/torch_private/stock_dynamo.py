@@ -25,23 +25,6 @@ from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "CompiledFunction",
-    "CompiledModule",
-    "break_graph",
-    "call_impl",
-    "call_of",
-    "compiled_by_user",
-    "end_of",
-    "left_untraced",
-    "looking",
-    "set_call_of",
-    "traced_again",
-    "traces",
-    "traces_of_others",
-    "untraced",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTINGS: dict[str, Any] = {
