@@ -179,7 +179,7 @@ class PyGraphCallback(Callback):
             self._report,
             left=lambda: batches_left(trainer),
         )
-        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
+        self._step = automatic = _AutomaticStep(trainer, program, runner, self)
         automatic.attach()
 
     def on_train_batch_end(
@@ -233,7 +233,6 @@ class _AutomaticStep:
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
         program: _LightningProgram,
         runner: PhaseRunner,
         callback: PyGraphCallback,

@@ -742,10 +742,8 @@ class SharedGraph:
     def region_of(self, key: int | None, given: Sequence[Any]) -> PhaseRegion:
         """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""
         regions, owner = self.regions, self.shared.owner
-        if (
-            len(regions) == 1 and self.shared.last > owner.parts
-        ):  # the other one was called in an earlier step
-            regions.clear()
+        if len(regions) == 1 and self.shared.last > owner.parts:
+            regions.clear()  # the other one was called in an earlier step
         if not regions or len(regions) == _MOST_MODULES:
             return regions.setdefault(key, self.shared)
         region = regions[key] = self.shared.another()

@@ -89,10 +89,9 @@ class StepReport(Printed):
     worked_seconds: float | None = None  # of the host in forward, backward and update of one without
     _progress: Progress = field(default_factory=Progress, repr=False)
     _settled: Plan = field(default=NOTHING, repr=False)
-    _started: float = field(default_factory=time.perf_counter, repr=False)
-    _last: float | None = field(
-        default=None, repr=False
-    )  # when the step before ended, if it came from graphs
+    _started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
+    # when the step before ended, if it came from graphs
+    _last: float | None = field(default=None, repr=False, compare=False)
 
     # -- events: everything that is written here ------------------------------------------------------
 

@@ -238,16 +238,9 @@ def _without_advice() -> Iterator[None]:
     Who asks for its logs gets all of them.
     """
     loggers = [log for name in _LOGGERS if not (log := logging.getLogger(name)).isEnabledFor(logging.DEBUG)]
-    before = [log.disabled for log in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), standing_in((log, "disabled", True) for log in loggers):
         warnings.filterwarnings("ignore", message=_ADVICE)
-        for log in loggers:
-            log.disabled = True
-        try:
-            yield
-        finally:
-            for log, disabled in zip(loggers, before, strict=True):
-                log.disabled = disabled
+        yield
 
 
 _AROUND_A_TRACE = _counting, _without_advice, _without_reading_files, _not_capturable, _inner_leaves
