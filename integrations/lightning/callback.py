@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphCallback"]
-
 log = logging.getLogger("pygraph_train")
 
 

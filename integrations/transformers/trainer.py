@@ -49,8 +49,6 @@ from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_fo
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 
-__all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
-
 
 class PyGraphTrainerMixin(transformers.Trainer):
     """Replays training steps from graphs. Put it before your Trainer class: `class T(PyGraphTrainerMixin, Mine)`.
