@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import standing_in
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.not_copied import NotCopied
@@ -45,10 +44,14 @@ class GraphedStepFunction(NotCopied):
         if not self._loop.active:
             quietly(self._loop.report.step_began)
         executes(STEP)
-        with standing_in([(self._loop, "within_step", True)]):
+        loop = self._loop
+        before, loop.within_step = loop.within_step, True
+        try:
             made = self._fn(*args, **kwargs)
-        if self._loop.active:
-            quietly(self._loop.step_ended)
+        finally:
+            loop.within_step = before
+        if loop.active:
+            quietly(loop.step_ended)
         return surely(lambda: detached_results(made), STEP)
 
     def report(self) -> StepReport:

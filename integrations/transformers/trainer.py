@@ -34,7 +34,6 @@ from pygraph_train.integrations.transformers.callback import (
     unsupported,
 )
 from pygraph_train.parallel.replication import Replication, replication_of
-from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.loop_report import LoopReport
@@ -70,13 +69,16 @@ class PyGraphTrainerMixin(transformers.Trainer):
         self._pygraph_loop = surely(lambda: Loop(config, device, unsupported(self.args)), SETTING_UP)
         self._pygraph_report = self._pygraph_loop.report
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, PyGraphTrainerCallback)]
+        for callback in callbacks:
+            callback.others_graph = True
         try:
-            with standing_in((callback, "others_graph", True) for callback in callbacks):
-                result = super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
         except KeyboardInterrupt:
             quietly(lambda: show_report(self._pygraph_report, self.args, config))
             raise
         finally:
+            for callback in callbacks:
+                callback.others_graph = False
             if self._whole is not None:
                 quietly(self._whole.close)
             self._whole = None
