@@ -18,8 +18,6 @@ from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.patches import nothing
 from pygraph_train.step.loss_program import LossSteps
 
-__all__ = ["explain"]
-
 
 def explain(
     step_fn: Any,

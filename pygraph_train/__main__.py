@@ -16,8 +16,6 @@ from typing import Any
 
 from pygraph_train import __version__
 
-__all__ = ["main"]
-
 _CONVENTION = (
     "The function takes no arguments. It returns the step and what the step is called with, as a tuple: "
     "(lightning_module, batch), (graphed_step, batch) or (step_fn, batch). Or it calls pygraph_train.explain itself, "

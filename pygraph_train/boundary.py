@@ -24,30 +24,6 @@ from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, is_library_file
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "REPLAY",
-    "SETTING_UP",
-    "STEP",
-    "UPDATE",
-    "Boundary",
-    "arranged",
-    "done",
-    "executes",
-    "here",
-    "not_needed",
-    "once",
-    "plainly",
-    "put_back",
-    "quietly",
-    "rehearsal",
-    "surely",
-    "taken_back",
-    "theirs",
-    "tried",
-]
-
 log = logging.getLogger("pygraph_train")
 
 R = TypeVar("R")

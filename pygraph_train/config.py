@@ -8,15 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-__all__ = [
-    "BackendOptions",
-    "PyGraphConfig",
-    "PyGraphOptions",
-    "StepOptions",
-    "check_values",
-    "disabled_by_environment",
-]
-
 AutoOnOff = Literal["auto", "on", "off"] | bool
 
 _SWITCHES = ("forward", "backward", "optimizer")

@@ -7,8 +7,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["identities"]
-
 _ITEMS = tuple.__basicsize__
 """Bytes from the beginning of a tuple to the references to its items."""
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["not_collecting", "nothing", "standing_in"]
-
 _MISSING = object()
 
 

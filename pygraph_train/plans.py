@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-__all__ = ["NOTHING", "SEPARATE", "Phase", "Plan", "graphs_apart"]
-
 
 class Phase(str, Enum):
     """A part of a training step. Clipping and the scaler's update belong to the optimizer phase."""

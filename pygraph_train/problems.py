@@ -10,21 +10,6 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = [
-    "ONLY_ON_CPU",
-    "NotLegal",
-    "Problem",
-    "PyGraphError",
-    "defined_at",
-    "first_line",
-    "frames_in",
-    "is_library_file",
-    "is_user_file",
-    "not_the_users",
-    "user_line_in",
-    "user_location",
-]
-
 
 class PyGraphError(RuntimeError):
     """A step cannot run from a graph and `on_failure="raise"` is set, or training cannot continue."""

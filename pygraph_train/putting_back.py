@@ -9,8 +9,6 @@ import torch
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.memory import copy_all, keep_versions, local_tensor
 
-__all__ = ["Backup", "ScratchState", "copy_in_parts"]
-
 _PART = 16 << 20
 """Bytes that are copied to the host at a time."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GENERATORS", "OF_DEVICES", "HostRandomState", "random_numbers_kept"]
-
 GENERATORS = ("torch", "python", "numpy")
 """torch's default generator for the CPU, Python's `random`, NumPy's `numpy.random`."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["detached_results", "leaves_of", "map_leaves", "tensors_in"]
-
 _LEAVES = (Tensor, str, bytes, bytearray, range)
 
 

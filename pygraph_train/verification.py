@@ -14,8 +14,6 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import local_tensor
 
-__all__ = ["Audits", "Fingerprint", "PlainRuns"]
-
 _SAMPLES = 256
 
 _PART = 1 << 21

@@ -12,8 +12,6 @@ from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.patches import nothing
 
-__all__ = ["subject_of_step"]
-
 _CALLS = (
     "Calls that Accelerate knows (clipping, optimizer.step, zero_grad, schedulers) were not made, and the backward was "
     "made behind the function."

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["Accelerator", "PyGraph"]
-
 # which argument of the stock class takes which plugin; the first match counts (several are kwargs handlers)
 _ARGUMENTS: tuple[tuple[type, str], ...] = (
     (DeepSpeedPlugin, "deepspeed_plugin"),

@@ -12,8 +12,6 @@ from pygraph_train.step.loop import Loop
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.trees import detached_results
 
-__all__ = ["GraphedStepFunction"]
-
 
 class GraphedStepFunction(NotCopied):
     """A training step of an Accelerate loop. Made by `accelerator.graphed_step`.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphFabric"]
-
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 _CLOSED = "this PyGraphFabric is attached to no Fabric: call attach(fabric) first"

@@ -25,8 +25,6 @@ from pygraph_train.step.program import Call
 from pygraph_train.torch_private.optim import count_optimizer_step
 from pygraph_train.trees import detached_results
 
-__all__ = ["Clipping", "FabricStep"]
-
 
 @dataclass(frozen=True)
 class Clipping:

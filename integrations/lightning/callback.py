@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -51,26 +50,21 @@ from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of, why_not_spread
 from pygraph_train.patches import nothing, standing_in
-from pygraph_train.problems import Problem, PyGraphError, defined_at
-from pygraph_train.report.announcements import show, switched_off, tell_why_off
+from pygraph_train.problems import Problem, defined_at
+from pygraph_train.report.announcements import give_reason, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pygraph_train.config import PyGraphOptions
-
-__all__ = ["PyGraphCallback"]
-
-log = logging.getLogger("pygraph_train")
 
 
 class PyGraphCallback(Callback):
@@ -159,11 +153,8 @@ class PyGraphCallback(Callback):
             return self._report.note(tell_why_off(self.config))
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
-            self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, 0))
-            log.info("pygraph: training runs without graphs: %s", problem)
-            if self.config.on_failure == "raise":
-                raise PyGraphError(str(problem))
-            return
+            told = f"pygraph: training runs without graphs: {problem}"
+            return give_reason(self._report, problem, 0, self.config, told)
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
             return self._report.note(tell_why_off(self.config))
@@ -179,7 +170,7 @@ class PyGraphCallback(Callback):
             self._report,
             left=lambda: batches_left(trainer),
         )
-        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
+        self._step = automatic = _AutomaticStep(trainer, program, runner, self)
         automatic.attach()
 
     def on_train_batch_end(
@@ -233,7 +224,6 @@ class _AutomaticStep:
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
         program: _LightningProgram,
         runner: PhaseRunner,
         callback: PyGraphCallback,
@@ -430,22 +420,20 @@ class _AutomaticStep:
         return output
 
 
-class _LightningProgram:
-    """`StepProgram` over a LightningModule."""
+class _LightningProgram(StepProgram):
+    """A step of a LightningModule."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        precision = trainer.precision_plugin
+        scaler = getattr(precision, "scaler", None)
+        super().__init__(trainer.optimizers[0], trainer.strategy.root_device, scaler)
         self.model: LightningModule = module
-        self.optimizer: torch.optim.Optimizer | None = trainer.optimizers[0]
-        self.device = trainer.strategy.root_device
         self.differentiates = any(overridden(trainer, module, hook) for hook in INSIDE_FORWARD_BACKWARD)
-        self._trainer = trainer
-        self._precision = trainer.precision_plugin
-        self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
+        self._trainer, self._precision = trainer, precision
         self.replication = replication_of(trainer.strategy.model or module)
         self.book = LogBook(trainer)
         self.boundary = Boundary()
         self.loss: Tensor | None = None  # of a forward through `torch.compile`, until its backward
-        self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
 
     def function(self) -> Callable[..., Any]:
@@ -463,7 +451,7 @@ class _LightningProgram:
             return
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with self._as_outside(), self._precision.train_step_context():
+            with self.as_outside(), self._precision.train_step_context():
                 recorder = self._recorder
                 recorder.records.clear()  # of a step that raised
                 with standing_in([(self.model, "log", recorder)]), self.replication.around():
@@ -484,13 +472,9 @@ class _LightningProgram:
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
-        with self._as_outside():
+        with self.as_outside():
             executes(STEP)
             return type(strategy).training_step(strategy, *args, **kwargs)
-
-    def _as_outside(self) -> AbstractContextManager[None]:
-        """Learning rates that `training_step` reads are the user's numbers, not tensors of ours."""
-        return nullcontext() if self._preparation is None else self._preparation.suspended()
 
     def _instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
         return standing_in([(self._trainer.strategy, "training_step", training_step)])
@@ -549,9 +533,6 @@ class _LightningProgram:
         if self._trainer.gradient_clip_val and not self.scaling.unscales_itself:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
-
-    def extra_state(self) -> Iterable[Tensor]:
-        return self.scaling.tensors()
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:

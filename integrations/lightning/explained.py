@@ -14,8 +14,6 @@ from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.patches import nothing
 from pygraph_train.random_state import random_numbers_kept
 
-__all__ = ["subject_of_module"]
-
 _OF_THE_TRAINER = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_schedulers")
 
 

@@ -8,15 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pygraph_train.integrations.lightning.package import base_of
 
-__all__ = [
-    "CLIPPING",
-    "INSIDE_FORWARD_BACKWARD",
-    "INSIDE_UPDATE",
-    "ON_EACH_BATCH",
-    "overridden",
-    "overrides",
-]
-
 INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
 """Hooks between forward and backward: overridden, they split the step there."""
 

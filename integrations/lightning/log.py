@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pygraph_train.boundary import quietly
 
-__all__ = ["LogBook", "Recorder"]
-
 
 class Record(NamedTuple):
     """One call of `self.log`."""

@@ -25,8 +25,6 @@ from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
 
-__all__ = ["ManualOptimization"]
-
 _BATCHES = 20
 """After so many batches in which nobody stepped an optimizer of Lightning's, a row of the report says so."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Package", "base_of", "batches_left", "package_of", "root_of"]
-
 _ROOTS = ("lightning.pytorch", "pytorch_lightning")
 
 

@@ -12,8 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from pygraph_train.integrations.lightning.package import package_of
 from pygraph_train.step.transfer import Transfer
 
-__all__ = ["overlapped_transfer"]
-
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "add_metrics", "show_report", "steps_left", "unsupported"]
-
-
 log = logging.getLogger("pygraph_train")
 
 _TWICE = (

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,8 +33,6 @@ from pygraph_train.integrations.transformers.callback import (
     steps_left,
     unsupported,
 )
-from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.report.announcements import give_reason
@@ -46,9 +42,7 @@ from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import plain_update
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
-
-__all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
+from pygraph_train.step.program import Call, StepProgram, plain_call
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
@@ -255,24 +249,19 @@ class _WholeStep:
             self._undo = route_step(optimizer, functools.partial(loop.step, graph))
 
 
-class _TrainerProgram:
-    """`StepProgram` over a transformers Trainer."""
-
-    differentiates = False
+class _TrainerProgram(StepProgram):
+    """A step of a transformers Trainer. Its replicas have the same gradients, so the update exchanges nothing."""
 
     def __init__(self, trainer: PyGraphTrainerMixin, replication: Replication) -> None:
         accelerated: Any = trainer.optimizer
+        super().__init__(accelerated.optimizer, trainer.args.device, trainer.accelerator.scaler)
         self.replication = replication
-        self.model: nn.Module = trainer.model_wrapped
+        self.model = trainer.model_wrapped
         if not replication.shared:  # without what torch_compile=True would compile again
             self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.optimizer: torch.optim.Optimizer | None = accelerated.optimizer
-        self.device = trainer.args.device
         self.scale = 1
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._trainer = trainer
-        self.scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
-        self._preparation: OptimizerPreparation | None = None
         model = self.model
 
         def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
@@ -285,10 +274,7 @@ class _TrainerProgram:
 
     def forward(self, call: Call, args: tuple[Any, ...]) -> Tensor:
         """The loss with its autograd graph, divided as the Trainer does."""
-        preparation = self._preparation
-        # code of the user that looks at the learning rate sees the Python number
-        outside = nullcontext() if preparation is None else preparation.suspended()
-        with outside, self._trainer.compute_loss_context_manager():
+        with self.as_outside(), self._trainer.compute_loss_context_manager():
             loss: Tensor = call(self._function, args, {})
         return loss / self.scale if self.scale != 1 else loss
 
@@ -297,16 +283,6 @@ class _TrainerProgram:
         others = accelerator.scaler is not None or "backward" in vars(accelerator)
         if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
             accelerator.backward(loss)
-
-    def exchanges(self) -> bool:
-        return False  # Replicas have the same gradients
-
-    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        self._preparation = preparation
-        return self.scaling.why_update_stays_outside(preparation)
-
-    def extra_state(self) -> Iterable[Tensor]:
-        return self.scaling.tensors()
 
 
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:

@@ -25,8 +25,6 @@ from pygraph_train.torch_private.phases import (
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
 
-__all__ = ["Delivery", "Way", "leaves_of", "made_directly", "replay"]
-
 
 class Token:
     """Lives as long as the backward of a forward may come."""

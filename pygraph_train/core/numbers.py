@@ -17,8 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from pygraph_train.core.passes import is_on_host, value_of
 
-__all__ = ["Numbers"]
-
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _EXACT: set[Any] = {operator.mul, operator.add, operator.sub, operator.imul, operator.iadd, operator.isub}
 _EXACT |= {torch.mul, torch.add, torch.sub, "mul", "add", "sub"}

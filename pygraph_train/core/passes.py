@@ -20,19 +20,6 @@ from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argu
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
 from pygraph_train.trees import map_leaves
 
-__all__ = [
-    "COMMUNICATES",
-    "HostPart",
-    "caught",
-    "communication",
-    "halves",
-    "is_on_host",
-    "prepared",
-    "runner",
-    "value_of",
-    "written_inputs",
-]
-
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
 

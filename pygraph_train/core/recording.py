@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pygraph_train.core.node import Way
     from pygraph_train.core.region import PhaseRegion
 
-__all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
-
 _DRAWN = ("torch", OF_DEVICES)
 
 

@@ -54,8 +54,6 @@ from pygraph_train.torch_private.stock_dynamo import end_of, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-__all__ = ["RARE", "PhaseRegion", "PhaseRegions", "SharedGraph"]
-
 log = logging.getLogger("pygraph_train")
 
 _MOST_PENDING = 4
@@ -766,10 +764,8 @@ class SharedGraph:
     def region_of(self, key: int | None, given: Sequence[Any]) -> PhaseRegion:
         """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""
         regions, owner = self.regions, self.shared.owner
-        if (
-            len(regions) == 1 and self.shared.last > owner.parts
-        ):  # the other one was called in an earlier step
-            regions.clear()
+        if len(regions) == 1 and self.shared.last > owner.parts:
+            regions.clear()  # the other one was called in an earlier step
         if not regions or len(regions) == _MOST_MODULES:
             return regions.setdefault(key, self.shared)
         region = regions[key] = self.shared.another()

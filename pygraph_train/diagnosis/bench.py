@@ -27,9 +27,6 @@ from pygraph_train.report import announcements
 from pygraph_train.report.printing import Printed
 from pygraph_train.report.step_report import StepReport
 
-__all__ = ["Comparison", "compare"]
-
-
 _SAME = "No step ran from a graph, so both runs are the same work and the difference of their times is noise"
 _NAMES = {"ms_per_step": "ms per optimizer step", "steps": "optimizer steps"}
 _WITHOUT = "this is the run of bench without the library, so steps run as you wrote them"

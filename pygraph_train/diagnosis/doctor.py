@@ -19,8 +19,6 @@ from pygraph_train.problems import first_line
 from pygraph_train.torch_private.cuda import driver_version
 from pygraph_train.torch_private.names import TRIED, what_is_off
 
-__all__ = ["Checkup", "check"]
-
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

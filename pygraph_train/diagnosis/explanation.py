@@ -11,8 +11,6 @@ import torch
 
 from pygraph_train.problems import Problem
 
-__all__ = ["Explanation", "filled", "source_line"]
-
 _WIDTH = 100
 
 

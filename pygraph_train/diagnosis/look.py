@@ -30,8 +30,6 @@ from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_
 from pygraph_train.step.program import plain_call
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, looking, traced_again
 
-__all__ = ["explained"]
-
 _CONFIG = PyGraphConfig(warmup_steps=2)
 
 _MOST_CALLS = 6

@@ -15,8 +15,6 @@ from pygraph_train.putting_back import Backup
 from pygraph_train.step.loss_program import LossProgram
 from pygraph_train.trees import tensors_in
 
-__all__ = ["Subject", "subject_of"]
-
 
 @dataclass
 class Subject:

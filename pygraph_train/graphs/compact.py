@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import Engine
 
-__all__ = ["move_together"]
-
 _LEAST = 16 << 20
 """Bytes that are moved at once, and twice in memory for a moment. Each time the device is waited for."""
 

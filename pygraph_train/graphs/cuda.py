@@ -28,8 +28,6 @@ from pygraph_train.torch_private.cuda import (
     expandable_segments,
 )
 
-__all__ = ["CudaEngine", "CudaGraph"]
-
 T = TypeVar("T")
 
 _abandoned: list[tuple[torch.cuda.CUDAGraph, _Pool]] = []

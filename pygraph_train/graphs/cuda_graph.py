@@ -14,8 +14,6 @@ from pygraph_train.graphs.parameters import KernelParameters
 from pygraph_train.graphs.rewriting import NumberRewriter
 from pygraph_train.torch_private.cuda import cuda_graph_nodes
 
-__all__ = ["CudaGraph", "finish_replays"]
-
 
 class CudaGraph:
     """One captured CUDA graph. See `graphs.engine.Graph`.

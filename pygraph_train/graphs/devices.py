@@ -16,8 +16,6 @@ from pygraph_train.boundary import quietly
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.torch_private.names import tell_if_newer
 
-__all__ = ["make_engine"]
-
 
 def make_engine(name: str, device: torch.device) -> Engine | None:
     """An engine for tensors on `device`, with memory of its own.

@@ -23,6 +23,7 @@ from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.one_capture import OneCapture
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
@@ -35,8 +36,6 @@ from pygraph_train.torch_private.dispatch import (
 )
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.trees import leaves_of, tensors_in
-
-__all__ = ["EmulatedEngine", "EmulatedGraph"]
 
 T = TypeVar("T")
 
@@ -79,11 +78,8 @@ class EmulatedEngine:
     @contextmanager
     def scratch_pool(self, pool: Any = None) -> Iterator[EmulatedPool]:
         """See `Engine.scratch_pool`."""
-        usual, self._memory = self._memory, pool or EmulatedPool()
-        try:
+        with standing_in([(self, "_memory", pool or EmulatedPool())]):
             yield self._memory
-        finally:
-            self._memory = usual
 
     def allocating_in(self, pool: Any) -> AbstractContextManager[None]:
         """Nothing to do: each tensor has memory of its own."""

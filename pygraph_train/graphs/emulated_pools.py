@@ -17,8 +17,6 @@ import torch
 from pygraph_train.graphs.emulated_trees import poison
 from pygraph_train.torch_private.memory import storage_key, storage_use_count
 
-__all__ = ["EmulatedPool", "Footprint"]
-
 
 @dataclass
 class Footprint:

@@ -10,8 +10,6 @@ import torch
 
 from pygraph_train.graphs.rewriting import check_sets
 
-__all__ = ["RecordedNumbers", "aliases", "poison"]
-
 
 def aliases(tree: Any) -> Any:
     """The same tree with other tensor objects on the same memory.

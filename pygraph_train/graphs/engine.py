@@ -14,18 +14,6 @@ import torch
 
 from pygraph_train.problems import NotLegal, Problem, first_line, user_location
 
-__all__ = [
-    "CaptureError",
-    "Engine",
-    "Graph",
-    "IndirectionUnavailable",
-    "Inputs",
-    "NumberWriter",
-    "NumbersNotFound",
-    "RewritableGraph",
-    "problem_of",
-]
-
 T = TypeVar("T")
 
 

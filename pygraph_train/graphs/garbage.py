@@ -6,8 +6,6 @@ import gc
 import math
 import time
 
-__all__ = ["Garbage"]
-
 _RARELY = 50
 """A collection looks at everything where the last one that did is so many times longer ago than it took."""
 

@@ -27,8 +27,6 @@ from pygraph_train.graphs.memory import ALIGNMENT, AddressRange, address_range
 from pygraph_train.graphs.nodes import Node, checked, driver, node_handles
 from pygraph_train.torch_private.memory import tensor_at
 
-__all__ = ["MovableInputs", "Pointer", "find_pointers"]
-
 _MARGIN = 512
 """Bytes between stand-ins, and what their addresses are a multiple of, but for the low byte."""
 

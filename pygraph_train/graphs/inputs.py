@@ -11,8 +11,6 @@ from pygraph_train.graphs.engine import Graph, IndirectionUnavailable
 from pygraph_train.graphs.memory import overlaps_itself
 from pygraph_train.torch_private.memory import copy_all
 
-__all__ = ["CopiedInputs"]
-
 
 class CopiedInputs:
     """See `graphs.engine.Inputs`. Replays work on copies.

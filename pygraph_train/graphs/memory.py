@@ -7,15 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "ALIGNMENT",
-    "AddressRange",
-    "address_range",
-    "extent",
-    "overlaps_itself",
-    "span",
-]
-
 ALIGNMENT = 16
 """Bytes: what kernels of Inductor and cuBLAS, and TMA descriptors, look for in an address."""
 

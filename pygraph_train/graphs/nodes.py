@@ -9,17 +9,6 @@ from typing import Any
 
 from pygraph_train.graphs.engine import IndirectionUnavailable
 
-__all__ = [
-    "Node",
-    "checked",
-    "driver",
-    "named_kernels",
-    "node_handles",
-    "parameter_layout",
-    "parameter_memory",
-    "read_nodes",
-]
-
 OLDEST_DRIVER = 12040  # cuFuncGetParamInfo and device-updatable nodes
 
 

@@ -8,8 +8,6 @@ from types import TracebackType
 
 from pygraph_train.boundary import rehearsal
 
-__all__ = ["OneCapture"]
-
 _WAIT = 30.0
 """Seconds that a capture waits for a capture of another thread."""
 

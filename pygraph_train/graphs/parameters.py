@@ -8,8 +8,6 @@ import numpy as np
 
 from pygraph_train.graphs.nodes import checked, driver, parameter_layout, parameter_memory
 
-__all__ = ["KernelParameters"]
-
 
 class KernelParameters:
     """The parameters of one kernel node.

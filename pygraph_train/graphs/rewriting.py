@@ -21,8 +21,6 @@ from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.graphs.nodes import Node, named_kernels
 from pygraph_train.graphs.parameters import KernelParameters
 
-__all__ = ["KernelNumber", "NumberRewriter", "check_sets", "find_numbers"]
-
 _FORMATS = {8: "<d", 4: "<f"}
 
 

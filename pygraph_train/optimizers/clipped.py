@@ -9,8 +9,6 @@ from pygraph_train.identity import identities
 from pygraph_train.optimizers.program import not_optimized
 from pygraph_train.torch_private.stock_dynamo import traces
 
-__all__ = ["ClippedParameters"]
-
 
 class ClippedParameters:
     """The parameters of a model, as `clip_grad_norm_(model.parameters())` finds them in each step.

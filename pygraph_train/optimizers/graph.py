@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UNSCALED
-from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.optimizers.program import UNSCALED, UpdateProgram, optimized
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.memory import local_tensor
-
-__all__ = ["OptimizerGraph"]
 
 
 class OptimizerGraph:
@@ -172,30 +168,14 @@ class OptimizerGraph:
         give_reason(self._report, problem, step, self._config, warn=self._config.optimizer == "on")
 
 
-class _OptimizerProgram:
-    """`UpdateProgram` of an optimizer that a loop steps."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.device = device
-        self.scaling = Scaling(scaler, optimizer)
-
-    def exchanges(self) -> bool:
-        return False  # the user's loop clips, and a scaler is refused below
+class _OptimizerProgram(UpdateProgram):
+    """Of an optimizer that a loop steps. The loop clips, and a scaler of sharded gradients is refused."""
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         reason = self.scaling.why_update_stays_outside(preparation)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = optimized(self.optimizer)
         if reason is None and self.scaling.on and any(local_tensor(p) is not p for p in parameters):
             return (
                 "parameters are sharded, and the GradScaler asks all ranks whether gradients have overflowed"
             )
         return reason
-
-    def extra_state(self) -> Iterable[Tensor]:
-        return self.scaling.tensors()

@@ -31,20 +31,6 @@ from torch.optim import (
 from pygraph_train.problems import ONLY_ON_CPU
 from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
-__all__ = [
-    "CAPTURABLE",
-    "FUSED",
-    "FUSED_KERNELS",
-    "FUSED_NUMBERS",
-    "NEEDS_FOREACH",
-    "GroupPlan",
-    "advice_on_numbers",
-    "host_state_keys",
-    "plan_group",
-    "supported_class",
-    "unsupported",
-]
-
 CAPTURABLE = frozenset({Adam, AdamW, NAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop})
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})
 # Their single-tensor kernels pass lr as `alpha=`, which reads a tensor on the host; foreach does not.

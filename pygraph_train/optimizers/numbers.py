@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 
 from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, NumberWriter, RewritableGraph
 
-__all__ = ["LiveNumbers", "NumberPlace"]
-
 
 @dataclass(frozen=True)
 class NumberPlace:

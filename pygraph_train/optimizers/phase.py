@@ -37,8 +37,6 @@ from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import as_part_of, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-__all__ = ["OF_SHARDS", "OptimizerPhase"]
-
 OF_SHARDS = Problem(
     "the optimizer runs outside of graphs: parameters are sharded, and clipping or scaling their gradients needs "
     "all ranks"

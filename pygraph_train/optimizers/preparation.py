@@ -50,8 +50,6 @@ from pygraph_train.torch_private.optim import (
     private_attributes_of,
 )
 
-__all__ = ["OptimizerPreparation"]
-
 _FLAGS = ("capturable", "fused", "foreach")
 _MISSING: Any = object()
 

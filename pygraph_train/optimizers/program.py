@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
-
-__all__ = ["CLIPS_OTHERS", "UNSCALED", "UpdateProgram", "not_optimized", "optimized"]
 
 CLIPS_OTHERS = (
     "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
@@ -40,22 +39,39 @@ def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
     return [p for p in model.parameters() if id(p) not in held]
 
 
-class UpdateProgram(Protocol):
-    """What a graph of the update has to know of a training step."""
+class UpdateProgram:
+    """What a graph of the update has to know of a training step.
 
-    device: torch.device
-    scaling: Scaling
-    """What the loop's GradScaler does for the optimizer."""
+    Args:
+        optimizer: what the update steps, None when that is the caller's business.
+        device: of the parameters.
+        scaler: of the loop, None where it has none.
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """What the update steps, None when that is the caller's business."""
+    Attributes:
+        optimizer, device: as given.
+        scaling: what the loop's GradScaler does for the optimizer.
+    """
+
+    _preparation: OptimizerPreparation | None = None  # once it was asked whether the update stays outside
+
+    def __init__(self, optimizer: Any, device: torch.device, scaler: torch.amp.GradScaler | None) -> None:
+        self.optimizer: torch.optim.Optimizer | None = optimizer
+        self.device = device
+        self.scaling = Scaling(scaler, optimizer)
 
     def exchanges(self) -> bool:
         """Whether the update talks to other processes: the norm of sharded gradients, and whether they overflow."""
+        return False
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
+        self._preparation = preparation
+        return self.scaling.why_update_stays_outside(preparation)
 
     def extra_state(self) -> Iterable[Tensor]:
         """Device tensors that the update writes besides parameters, buffers and optimizer state."""
+        return self.scaling.tensors()
+
+    def as_outside(self) -> AbstractContextManager[None]:
+        """Around code of the user: learning rates that it reads are the user's numbers, not tensors of ours."""
+        return nullcontext() if self._preparation is None else self._preparation.suspended()

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pygraph_train.torch_private.memory import tensor_version
 
-__all__ = ["LearningRate"]
-
 
 class LearningRate:
     """The device tensors that stand for one group's learning rate.

@@ -16,8 +16,6 @@ from pygraph_train.torch_private.optim import (
     step_supports_amp_scaling,
 )
 
-__all__ = ["Scaling"]
-
 
 class Scaling:
     """What a loop's GradScaler does for one optimizer, and what that means for a graph of the update.

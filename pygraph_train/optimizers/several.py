@@ -15,8 +15,6 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import Problem
 
-__all__ = ["OptimizerSet", "SeveralPreparations", "preparation_of"]
-
 
 class OptimizerSet:
     """The optimizers of one step.

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from pygraph_train.problems import NotLegal, Problem
 
-__all__ = ["StateWatch"]
-
 
 class StateWatch:
     """Notices state that was cleared, replaced, or never made.

@@ -11,16 +11,6 @@ from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.names import lacking
 
-__all__ = [
-    "FORWARD_IS_OFF",
-    "NO_DEVICE",
-    "give_reason",
-    "show",
-    "switched_off",
-    "tell_once",
-    "tell_why_off",
-]
-
 log = logging.getLogger("pygraph_train")
 
 _DISABLED = "PYGRAPH_DISABLE is set, so steps run as you wrote them"

@@ -8,8 +8,6 @@ from typing import Any
 
 from pygraph_train.report.printing import Printed
 
-__all__ = ["BackendReport", "RegionRecord"]
-
 
 @dataclass
 class RegionRecord:

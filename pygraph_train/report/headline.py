@@ -12,8 +12,6 @@ from pygraph_train.report.progress import RECENT, Progress
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import Fallback, StepReport
 
-__all__ = ["Headline", "counts_of"]
-
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "the optimizer"}
 
 _NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."

@@ -10,9 +10,6 @@ from pygraph_train.report.headline import Headline
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.report.table import reasons_of, rows_of
 
-__all__ = ["LoopReport"]
-
-
 _NO_OPTIMIZER = (
     "no step is counted, because no prepared optimizer made a step without a closure. Pass the optimizer to "
     "accelerator.prepare (in Fabric: fabric.setup), and call step() without a closure"

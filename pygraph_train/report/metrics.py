@@ -5,8 +5,6 @@ from __future__ import annotations
 from pygraph_train.report.progress import Progress
 from pygraph_train.report.step_report import StepReport
 
-__all__ = ["metrics_of"]
-
 
 def metrics_of(report: StepReport) -> dict[str, float]:
     """Numbers by name. Times are those of the machine, or none: the emulated engine has only the share.

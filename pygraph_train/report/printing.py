@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import StepReport
 
-__all__ = ["Printed", "VerboseReport", "as_text", "shortened"]
-
 _NARROWEST, _WIDEST = 60, 120
 
 _TITLE = "pygraph-train: "

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from pygraph_train.plans import NOTHING, Phase, Plan
 
-__all__ = ["RECENT", "Progress"]
-
 RECENT = 16
 """The plan that runs is the most frequent one of so many steps."""
 

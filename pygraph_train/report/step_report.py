@@ -18,8 +18,6 @@ from pygraph_train.report.printing import Printed, VerboseReport
 from pygraph_train.report.progress import RECENT, Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
 
-__all__ = ["CaptureRecord", "Fallback", "StepReport", "VerboseReport"]
-
 log = logging.getLogger("pygraph_train")
 
 _MANY_SHAPES, _FEW_SHAPES = 8, 3
@@ -91,10 +89,9 @@ class StepReport(Printed):
     worked_seconds: float | None = None  # of the host in forward, backward and update of one without
     _progress: Progress = field(default_factory=Progress, repr=False)
     _settled: Plan = field(default=NOTHING, repr=False)
-    _started: float = field(default_factory=time.perf_counter, repr=False)
-    _last: float | None = field(
-        default=None, repr=False
-    )  # when the step before ended, if it came from graphs
+    _started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
+    # when the step before ended, if it came from graphs
+    _last: float | None = field(default=None, repr=False, compare=False)
 
     # -- events: everything that is written here ------------------------------------------------------
 

@@ -12,8 +12,6 @@ from pygraph_train.report.headline import Headline, counts_of
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import StepReport
 
-__all__ = ["peak_memory_mib", "reasons_of", "rows_of"]
-
 
 def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]:
     """What a report says, each line with its name.

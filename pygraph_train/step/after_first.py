@@ -12,8 +12,6 @@ from torch import Tensor
 from pygraph_train.problems import PyGraphError, user_location
 from pygraph_train.trees import map_leaves
 
-__all__ = ["AfterFirstStep"]
-
 _results: dict[int, Tensor] = {}
 """Results of first steps, by their id, until the second step of the same kind."""
 

@@ -16,8 +16,6 @@ from pygraph_train.patches import standing_in
 from pygraph_train.step.loop import Loop
 from pygraph_train.trees import detached_results
 
-__all__ = ["StepsByHand", "called_parts"]
-
 
 class StepsByHand:
     """Calls a function as it is written; its modules and its optimizers have graphs of their own.

@@ -13,8 +13,6 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 
-__all__ = ["Chooser", "chooser_for"]
-
 _PLAIN = 8
 """The first steps, which run as they are. They are timed, but for the first one. The least counts: caches fill."""
 

@@ -10,8 +10,8 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import Replication, replication_of
+from pygraph_train.patches import standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import (
@@ -41,8 +42,6 @@ from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
 from pygraph_train.torch_private.stock_dynamo import traces
-
-__all__ = ["Loop"]
 
 _PATIENCE = 20
 """Steps without a graph of forward and backward, and without a reason, after which one is given."""
@@ -244,19 +243,10 @@ class Loop:
         quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
-        before, self._counts_steps = self._counts_steps, False
-        calls = [(call, call.paused) for call in self._calls]
-        for call, _ in calls:
-            call.paused = True
-        try:
-            yield
-        finally:
-            self._counts_steps = before
-            for call, was_paused in calls:
-                call.paused = was_paused
+        calls = [(call, "paused", True) for call in self._calls]
+        return standing_in([(self, "_counts_steps", False), *calls])
 
     # -- while training -----------------------------------------------------------------------------
 

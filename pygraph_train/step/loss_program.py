@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
-from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
@@ -42,10 +40,8 @@ from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
-
-__all__ = ["BACKWARD_MADE", "SECOND_BACKWARD", "LossProgram", "LossSteps"]
 
 SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
@@ -238,10 +234,10 @@ def _updated_by(steps: LossSteps) -> set[int]:
     return set(map(id, optimized(steps.program.optimizer)))
 
 
-class LossProgram:
-    """`StepProgram` over a function that computes the loss, a model and an optimizer."""
+class LossProgram(StepProgram):
+    """A function that computes the loss, a model and an optimizer."""
 
-    by_hand = differentiates = False
+    by_hand = False
 
     def __init__(
         self,
@@ -252,14 +248,11 @@ class LossProgram:
         scaler: torch.amp.GradScaler | None,
         max_grad_norm: float | None,
     ) -> None:
+        super().__init__(optimizer, device, scaler)
         self.model = model
         self.replication = replication_of(model)
-        self.optimizer = optimizer
-        self.device = device
         self._step_fn = step_fn
-        self.scaling = Scaling(scaler, optimizer)
         self._max_grad_norm = max_grad_norm
-        self._preparation: OptimizerPreparation | None = None
         self._clipped: ClippedParameters | None = None
 
     @functools.cached_property
@@ -276,7 +269,7 @@ class LossProgram:
             executes(STEP)
             return self._loss_of(self._step_fn(*args, **kwargs))
         # a step_fn that looks at its learning rate sees the Python number
-        with nullcontext() if preparation is None else preparation.suspended():
+        with self.as_outside():
             return self._loss_of(call(self._step_fn, args, kwargs))
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -349,9 +342,6 @@ class LossProgram:
     def _update_phase(self) -> None:
         self.transform_gradients()
         self.update()
-
-    def extra_state(self) -> Iterable[Tensor]:
-        return self.scaling.tensors()
 
     def starts_fresh(self) -> bool:
         """Without an optimizer of ours: whether the caller emptied the gradients."""

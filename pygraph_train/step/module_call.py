@@ -27,8 +27,6 @@ from pygraph_train.torch_private.stock_dynamo import (
     traces_of_others,
 )
 
-__all__ = ["COMPILED_PART", "HOPELESS", "ModuleCall", "compiled_part", "tensors_of"]
-
 HOPELESS = 3
 """Steps in a row in which no part may have a graph, after which forward and backward run as they are written: the
 graphs that Dynamo makes are slower.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
-__all__ = ["NotCopied"]
-
 
 class NotCopied:
     """Base of graphed steps. `copy.copy`, `copy.deepcopy` and `pickle` raise a TypeError that says what to do.

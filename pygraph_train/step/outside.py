@@ -16,8 +16,6 @@ from pygraph_train.torch_private.switches import (
     saved_tensors_hooks_active,
 )
 
-__all__ = ["around_the_step", "uninitialized", "what_watches"]
-
 _UNSEEN = "and would see nothing of a replay, so the step runs without a graph"
 _GLOBAL_HOOK = Problem(
     "a hook on all modules (register_module_forward_hook and the like) runs in Python, and a replay would not call it"

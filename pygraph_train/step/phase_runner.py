@@ -28,8 +28,6 @@ from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, left_untraced, traces, traces_of_others
 
-__all__ = ["NO_GRAPH", "PhaseRunner", "StepOfPhases", "runner_for", "why_no_phases", "why_update_is_plain"]
-
 R = TypeVar("R")
 
 _turn = threading.RLock()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["PositionInAccumulation"]
-
 
 class PositionInAccumulation(NamedTuple):
     """Where a micro-batch stands.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from pygraph_train.boundary import STEP, executes
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
-
-__all__ = ["Call", "StepProgram", "plain_call"]
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """How the step's function is run: plainly, or through `torch.compile`."""
@@ -23,17 +21,15 @@ def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return fn(*args, **kwargs)
 
 
-class StepProgram(UpdateProgram, Protocol):
+class StepProgram(UpdateProgram):
     """A training step: what makes its update, and how its model is shared with other processes.
 
     Attributes:
+        model: the module whose parameters are trained.
         replication: of its model.
         differentiates: whether code of the user between forward and backward may ask for gradients.
     """
 
+    model: nn.Module
     replication: Replication
-    differentiates: bool
-
-    @property
-    def model(self) -> nn.Module:
-        """The module whose parameters are trained."""
+    differentiates = False

@@ -7,8 +7,6 @@ import weakref
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.step.living import Living
 
-__all__ = ["Rounds"]
-
 _ABSENT = 16
 """Steps of others, for each optimizer, after which one that makes none is not waited for."""
 

@@ -13,8 +13,6 @@ from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import StepProgram
 
-__all__ = ["TrainingRun"]
-
 
 @dataclass
 class TrainingRun:

@@ -9,8 +9,6 @@ import torch
 
 from pygraph_train.trees import tensors_in
 
-__all__ = ["Transfer"]
-
 T = TypeVar("T")
 
 

@@ -11,16 +11,6 @@ import torch
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "abandon_pool",
-    "allocating_in",
-    "begin_capture",
-    "clear_cublas_workspaces",
-    "cuda_graph_nodes",
-    "driver_version",
-    "expandable_segments",
-]
-
 
 def abandon_pool(device: int, pool: tuple[int, int]) -> None:
     """End an allocation to a graph pool that a failed capture left open (torch 2.11, 2.13)."""

@@ -11,21 +11,9 @@ import torch
 from pygraph_train.torch_private.names import private
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
-
-__all__ = [
-    "FakeTensor",
-    "OpOverload",
-    "TorchDispatchMode",
-    "below_autograd",
-    "has_no_memory",
-    "no_torch_function",
-    "returns_argument",
-    "writes_arguments",
-    "written_arguments",
-]
 
 
 @contextmanager

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["around_forward"]
-
 
 @contextmanager
 def around_forward(ddp: DistributedDataParallel) -> Iterator[None]:

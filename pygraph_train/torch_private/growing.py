@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Growing"]
-
 
 class Growing:
     """The lists that one function was traced with. One that has grown at its next trace is left to Python from then on.
@@ -53,14 +51,13 @@ class Growing:
         def wrapped(builder: Any, value: Any) -> Any:
             return left(builder, value) if self.grows(value) else stock[type(value)](builder, value)
 
-        table.update(dict.fromkeys(stock, wrapped))
-        table[random.Random] = left
+        added: dict[Any, Any] = {random.Random: left}
         if (numpy := sys.modules.get("numpy")) is not None:
-            table[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
+            added[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
+        table.update(dict.fromkeys(stock, wrapped) | added)
         try:
             yield
         finally:
             table.update(stock)
-            del table[random.Random]
-            if numpy is not None:
-                del table[numpy.float64]
+            for kind in added:
+                del table[kind]

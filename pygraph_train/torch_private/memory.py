@@ -12,21 +12,6 @@ import torch
 
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "as_part_of",
-    "borrower",
-    "copy_all",
-    "is_alone",
-    "keep_versions",
-    "local_tensor",
-    "local_tensors",
-    "storage_key",
-    "storage_use_count",
-    "tensor_at",
-    "tensor_version",
-]
-
-
 tensor_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Counter of the in-place changes of a tensor. (2.11 to 2.15)"""
 

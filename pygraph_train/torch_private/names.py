@@ -17,19 +17,6 @@ import torch
 
 from pygraph_train.problems import Problem, PyGraphError
 
-__all__ = [
-    "GRAPHS",
-    "GROWING",
-    "NAMES",
-    "TRIED",
-    "MissingName",
-    "Names",
-    "lacking",
-    "private",
-    "tell_if_newer",
-    "what_is_off",
-]
-
 _log = logging.getLogger("pygraph_train")
 
 TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")

@@ -8,19 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "count_optimizer_step",
-    "fused_adagrad_on_cuda",
-    "let_scaler_in",
-    "optimizer_step_hook_tables",
-    "optimizer_step_override",
-    "private_attributes_of",
-    "scaler_notes",
-    "scaler_tensors",
-    "scaler_unscaled",
-    "step_supports_amp_scaling",
-]
-
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
     """The live tables of step hooks that `step()` runs: global and own (torch 2.11, 2.13)."""

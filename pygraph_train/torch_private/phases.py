@@ -12,26 +12,6 @@ from torch.autograd import forward_ad
 
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "HigherOrderOperator",
-    "accumulation_hooks_of",
-    "accumulation_of",
-    "add_all",
-    "at_end_of_backward",
-    "autocast_now",
-    "backward_keeps_graph",
-    "compiled_autograd_wanted",
-    "compiled_by",
-    "hooks_of",
-    "is_asked_for",
-    "is_static",
-    "is_transformed",
-    "present_backward",
-    "reaches",
-    "restoring_modes",
-    "set_grad_mode",
-]
-
 HigherOrderOperator: Any = private("torch._ops.HigherOrderOperator")
 
 hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")

@@ -25,23 +25,6 @@ from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "CompiledFunction",
-    "CompiledModule",
-    "break_graph",
-    "call_impl",
-    "call_of",
-    "compiled_by_user",
-    "end_of",
-    "left_untraced",
-    "looking",
-    "set_call_of",
-    "traced_again",
-    "traces",
-    "traces_of_others",
-    "untraced",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTINGS: dict[str, Any] = {
@@ -162,7 +145,9 @@ def _prepare_trace() -> None:
     if _here.called and _here.settings is None:
         import torch._dynamo.config as config
 
-        settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | _told_once()}
+        # these tell something in the first step only, which is not traced (transformers)
+        told_once = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
+        settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | told_once}
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
         changes = ExitStack()
         changes.enter_context(config.patch(known))
@@ -170,13 +155,9 @@ def _prepare_trace() -> None:
         _here.settings = changes
         growing = _here.called[-1].growing.left_to_python
         for around in (*_AROUND_A_TRACE, growing):
-            quietly(functools.partial(_enter, changes, around))
+            quietly(lambda around=around: changes.enter_context(around()))  # type: ignore[misc]
     _here.traces += 1
     _here.others += not _here.called
-
-
-def _enter(changes: ExitStack, around: Callable[[], Any]) -> None:
-    changes.enter_context(around())
 
 
 _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
@@ -242,11 +223,6 @@ def _inner_leaves() -> Iterator[None]:
         yield
 
 
-def _told_once() -> set[Any]:
-    """Methods of loggers that tell something in the first step only, which is not traced (transformers)."""
-    return {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
-
-
 _ADVICE = "Dynamo does not know how to trace|Dynamo detected a call to a `functools.lru_cache`"
 _LOGGERS = (
     "torch._dynamo.convert_frame",
@@ -263,16 +239,9 @@ def _without_advice() -> Iterator[None]:
     Who asks for its logs gets all of them.
     """
     loggers = [log for name in _LOGGERS if not (log := logging.getLogger(name)).isEnabledFor(logging.DEBUG)]
-    before = [log.disabled for log in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), standing_in((log, "disabled", True) for log in loggers):
         warnings.filterwarnings("ignore", message=_ADVICE)
-        for log in loggers:
-            log.disabled = True
-        try:
-            yield
-        finally:
-            for log, disabled in zip(loggers, before, strict=True):
-                log.disabled = disabled
+        yield
 
 
 _AROUND_A_TRACE = _counting, _without_advice, _without_reading_files, _not_capturable, _inner_leaves

@@ -9,14 +9,6 @@ import torch
 
 from pygraph_train.torch_private.names import private
 
-__all__ = [
-    "function_modes",
-    "has_hooks_on_all_modules",
-    "is_dispatch_watched",
-    "kernel_switches",
-    "saved_tensors_hooks_active",
-]
-
 _NAMES = (
     "flash_sdp_enabled",
     "mem_efficient_sdp_enabled",
