@@ -333,6 +333,7 @@ class PhaseRegion:
             self._stays_plain(Problem(why))
         elif sum(n.op.startswith("call") for n in gm.graph.nodes) < _FEWEST_NODES:
             self.reason, self.counts = "it has too few operations", False
+        self._first = self.reason, self.counts
 
     def _begin(self) -> None:
         """It was never called."""
@@ -362,7 +363,7 @@ class PhaseRegion:
         """The same graph for other parameters. This one was never called."""
         region = copy.copy(self)  # with its `end`
         region._begin()
-        region.reason, region.counts = self.reason, self.counts
+        region.reason, region.counts = self._first  # later reasons are of the module that has this one
         return region
 
     @property
