@@ -153,7 +153,7 @@ class Loop:
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
-            self.refuse(problem.reason, problem.fix)
+            self._tell(problem)
         else:
             self.over = False
             if compiled:
