@@ -302,9 +302,6 @@ class _TrainerProgram:
         if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
             accelerator.backward(loss)
 
-    def exchanges(self) -> bool:
-        return False  # Replicas have the same gradients
-
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         return self.scaling.why_update_stays_outside(preparation)

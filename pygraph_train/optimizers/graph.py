@@ -190,9 +190,6 @@ class _OptimizerProgram:
         self.device = device
         self.scaling = Scaling(scaler, optimizer)
 
-    def exchanges(self) -> bool:
-        return False  # the user's loop clips, and a scaler is refused below
-
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         reason = self.scaling.why_update_stays_outside(preparation)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -51,9 +51,6 @@ class UpdateProgram(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None:
         """What the update steps, None when that is the caller's business."""
 
-    def exchanges(self) -> bool:
-        """Whether the update talks to other processes: the norm of sharded gradients, and whether they overflow."""
-
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
 

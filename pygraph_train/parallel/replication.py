@@ -32,12 +32,15 @@ class Replication:
     Attributes:
         name: what torch calls the wrapper, "" for one process.
         shared: whether other processes train the same model.
+        sharded: whether each of them has a part of it, so that a step has no graphs as a whole, and its update may
+            have to talk to them.
         problem: why no step of this model has graphs as a whole, None where it may have some.
         blocks: modules whose parameters are gathered for each of their calls. These may have graphs nevertheless.
     """
 
     name: str = ""
     shared: bool = False
+    sharded: bool = False
     problem: Problem | None = None
     blocks: Sequence[nn.Module] = ()
 
@@ -95,12 +98,13 @@ class Replicas(Replication):
 class _Shards(Replication):
     """A model whose processes hold a part of each parameter."""
 
-    shared = True
+    shared = sharded = True
 
     def __init__(self, name: str, blocks: Sequence[nn.Module] = ()) -> None:
         self.name, self.blocks = name, blocks
         self.problem = Problem(
-            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter"
+            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter",
+            fix="Make a few steps: the report says whether blocks have graphs" if blocks else "",
         )
 
 

@@ -304,9 +304,13 @@ def shards(
     bf16: bool = False,
     schedule: bool = False,
     reshard: bool = True,
+    stepped: str = "",
     trap: str = "",
 ) -> None:
-    """FSDP2; sizes of the layers do not divide evenly by two."""
+    """FSDP2; sizes of the layers do not divide evenly by two.
+
+    `stepped` says who makes updates, where it is not the step with one optimizer.
+    """
     blocks = [nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Dropout(0.1)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(6, 7), *blocks, nn.Linear(7, 3))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
@@ -315,18 +319,34 @@ def shards(
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
     seen, optimizer = {"calls": 0}, adamw(model)
+    given: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": clip}
+    if stepped == "by the caller":
+        given = {}
+        run.watch(optimizer)
+    elif stepped == "with a scaler":
+        given["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+        run.watch(given["scaler"])
+    elif stepped == "by several optimizers":
+        given["optimizer"] = [adamw(blocks[0]), adamw(blocks[1])]
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         if trap == "a counter" and rank == 1:
             seen["calls"] += 1
         return cross_entropy(model(x).float(), y)
 
-    step = run.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=clip)
+    step = run.step(step_fn, model=model, **given)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=33) if schedule else None
     for number, (x, y) in enumerate(batches(32, seed=rank)):
         rows = 4 if trap == "another shape" and rank == 1 and number % 7 == 3 else 8
-        batch = x[:rows], y[:rows]
-        step(*batch) if (number + 1) % accumulate == 0 else step.accumulate(*batch)
+        if stepped == "with a scaler" and rank == 1 and number == 20:
+            x = x * float("nan")  # both skip that update
+        raises = trap == "it raises" and number == 20
+        with run.may_raise(IndexError):
+            made = step if (number + 1) % accumulate == 0 else step.accumulate
+            made(x[:rows], y[:rows] + 100 if raises else y[:rows])
+        if stepped == "by the caller":
+            optimizer.step()
+            optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
     run.note("seen", seen)
@@ -500,8 +520,8 @@ def a_lightning_trainer(
             if tensor:
                 self.net = halves(self.device_mesh["tensor_parallel"])
             if shard:
-                self.net.norm = nn.LayerNorm(8)  # BatchNorm's buffers would differ
-                for module in (self.net.second, self.net):
+                self.net = transformer()
+                for module in (*self.net[2:4], self.net):
                     fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
     sizes = {"data_parallel_size": 1 if tensor else 2, "tensor_parallel_size": 2 if tensor else 1}
