@@ -295,6 +295,12 @@ def a_step_that_raises_on_both_ranks(run: Run, rank: int) -> None:
             step((x, y + 100 if number == 20 else y))
 
 
+def mesh_of(sizes: tuple[int, ...]) -> Any:
+    """So many ranks have the whole model together, which others have as well where there are two sizes."""
+    names = ("replicas", "shards")
+    return distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
+
+
 def shards(
     run: Run,
     rank: int,
@@ -304,6 +310,7 @@ def shards(
     bf16: bool = False,
     schedule: bool = False,
     reshard: bool = True,
+    mesh: tuple[int, ...] = (2,),
     stepped: str = "",
     trap: str = "",
 ) -> None:
@@ -314,9 +321,9 @@ def shards(
     blocks = [nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Dropout(0.1)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(6, 7), *blocks, nn.Linear(7, 3))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    mesh = distributed.init_device_mesh("cpu", (2,))
+    ranks = mesh_of(mesh)
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
     seen, optimizer = {"calls": 0}, adamw(model)
     given: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": clip}
@@ -383,6 +390,7 @@ def blocks_by_hand(
     reshard: bool = True,
     frozen: bool = False,
     mesh: tuple[int, ...] = (2,),
+    steps: int = 32,
     trap: str = "",
     fails: str = "",
 ) -> None:
@@ -392,7 +400,7 @@ def blocks_by_hand(
     if frozen:
         blocks[1].inner.requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    ranks = distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
+    ranks = mesh_of(mesh)
     for module in (*blocks, model):
         fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
@@ -410,7 +418,7 @@ def blocks_by_hand(
 
     with failing(run, rank, fails):
         step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
-        for number, (x, y) in enumerate(batches(32, seed=rank)):
+        for number, (x, y) in enumerate(batches(steps, seed=rank)):
             rows = 4 if trap and rank == 1 and number % 7 == 3 else 8
             update = (number + 1) % accumulate == 0
             if trap and number == 20:

@@ -1,4 +1,4 @@
-"""Two processes that train one model together: each rank as without the library, and never a hang."""
+"""Processes that train one model together, mostly two: each rank as without the library, and never a hang."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ SHARDS: dict[str, dict[str, Any]] = {
     "another shape on one rank": {"trap": "another shape"},
     "a counter on one rank": {"trap": "a counter", "reshard": False},
     "a step that raises": {"trap": "it raises"},
+    "hybrid": {"mesh": (2, 1)},
     "updated by the caller": {"stepped": "by the caller"},
     "several optimizers": {"stepped": "by several optimizers"},
     "scaled": {"stepped": "with a scaler"},
@@ -140,6 +141,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow_after(2)
 def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
     trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=12)
+
+
+@pytest.mark.slow
+def test_blocks_of_shards_of_which_others_have_replicas() -> None:
+    options = {"mesh": (2, 2), "steps": 20, "accumulate": 2}
+    with pair_of_ranks(4) as four:
+        trained(four, "blocks_by_hand", options=options, replays=12, updates=6)
 
 
 @pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
