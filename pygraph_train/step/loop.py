@@ -40,7 +40,6 @@ __all__ = ["Loop"]
 
 log = logging.getLogger("pygraph_train")
 
-
 _PATIENCE = 20
 """Steps without a graph of forward and backward, and without a reason, after which one is given."""
 
@@ -49,7 +48,6 @@ _HELD = 100
 
 _HOPE = 60
 """Steps in which modules were called and no graph came, after which no further call is looked at."""
-
 
 _WITH_BACKWARD = 3
 """How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200."""

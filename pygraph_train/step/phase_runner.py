@@ -96,7 +96,7 @@ class PhaseRunner:
         try:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
-            regions.hooked, regions.end = False, None
+            regions.end = None
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -141,6 +142,27 @@ def micro_batches(run: Run, rank: int, *, how: str, fails: str = "") -> None:
             outside = how in ("accumulate", "around") and not update
             with model.no_sync() if outside else nullcontext():
                 step.accumulate(*batch) if outside and how == "accumulate" else step(*batch)
+
+
+def gradients_exchanged_by(run: Run, rank: int, *, what: str, by_hand: bool) -> None:
+    """No wrapper does so. One rank has another shape at times, and records when the other one replays."""
+    model = Net()
+    if what == "replicate":
+        replicate(model)
+    for p in model.parameters() if what == "hooks" else ():
+        p.register_post_accumulate_grad_hook(summed)
+    torch.manual_seed(rank)
+    optimizer = adamw(model)
+    step_fn = step_of(model, optimizer, by_hand=by_hand)
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=by_hand)
+    for number, (x, y) in enumerate(batches(32, seed=rank)):
+        rows = 4 if rank == 1 and number % 7 == 3 else 8
+        step(x[:rows], y[:rows])
+
+
+def summed(parameter: Tensor) -> None:
+    """A hook: the sum over all ranks."""
+    distributed.all_reduce(parameter.grad)
 
 
 def a_model_that_communicates(run: Run, rank: int) -> None:

@@ -65,6 +65,18 @@ def test_a_model_that_communicates(ranks: Ranks) -> None:
     trained(ranks, "a_model_that_communicates", replays=12)
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_model_that_replicate_has_wrapped(ranks: Ranks, by_hand: bool) -> None:
+    options = {"what": "replicate", "by_hand": by_hand}
+    trained(ranks, "gradients_exchanged_by", options=options, replays=15)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_hooks_of_parameters_that_exchange_gradients(ranks: Ranks, by_hand: bool) -> None:
+    options = {"what": "hooks", "by_hand": by_hand}
+    trained(ranks, "gradients_exchanged_by", options=options, refused="hooks in another order")
+
+
 def test_gradients_that_are_not_reduced_are_noticed(ranks: Ranks) -> None:
     ranks.run("tests.contract.ranks_trainings:differs_without_reduction")
 
