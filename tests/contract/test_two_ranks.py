@@ -221,9 +221,11 @@ def test_a_lightning_trainer_that_accumulates_and_clips(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_a_lightning_trainer_with_shards(ranks: Ranks) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lightning_trainer_with_shards(ranks: Ranks, accumulate: int) -> None:
     pytest.importorskip("lightning.pytorch")
-    trained(ranks, "a_lightning_trainer", options={"shard": True}, replays=12, updates=12)
+    options = {"shard": True, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    trained(ranks, "a_lightning_trainer", options=options, replays=12, updates=12 // accumulate)
 
 
 def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
