@@ -283,7 +283,7 @@ class LossProgram:
         preparation = self._preparation
         if call is plain_call and (preparation is None or not preparation.active):
             executes(STEP)
-            return self._loss_of(self._step_fn(*args, **kwargs))
+            return self.plain_forward(args, kwargs)
         # a step_fn that looks at its learning rate sees the Python number
         with nullcontext() if preparation is None else preparation.suspended():
             return self._loss_of(call(self._step_fn, args, kwargs))
