@@ -131,7 +131,7 @@ def test_ddp_in_two_processes():
 @pytest.mark.slow
 def test_fsdp2_in_two_processes():
     output = in_two_processes("lightning_fsdp2.py", "--engine", "emulated")
-    assert "no graph holds a part of a parameter" in " ".join(output.split())
+    assert replayed(output) >= 50
     (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
     assert float(loss) < 6  # log(number of tokens) = 7.6 at the start
 

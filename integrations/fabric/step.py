@@ -123,7 +123,7 @@ class FabricStep(LossSteps):
         for used in self._fabric_optimizers:
             self._loop.give_up_optimizer(used.optimizer, to=self)
         problem = _not_whole(self._fabric)
-        if problem is not None:
+        if problem is not None or self._program.replication.sharded:
             self._leave(problem)
         return True
 

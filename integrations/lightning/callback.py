@@ -50,7 +50,7 @@ from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.parallel.replication import replication_of, why_not_spread
+from pygraph_train.parallel.replication import Replication, replication_of, why_not_spread
 from pygraph_train.patches import nothing, standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.report.announcements import give_reason, show, switched_off, tell_why_off
@@ -158,11 +158,12 @@ class PyGraphCallback(Callback):
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
             return self._report.note(tell_why_off(self.config))
-        if not pl_module.automatic_optimization:
-            self._step = manual = ManualOptimization(trainer, pl_module, self.config)
+        replication = replication_of(trainer.strategy.model or pl_module)
+        if replication.sharded or not pl_module.automatic_optimization:
+            self._step = manual = ManualOptimization(trainer, pl_module, replication, self.config)
             self._report = manual.report
             return manual.attach()
-        program = _LightningProgram(trainer, pl_module)
+        program = _LightningProgram(trainer, pl_module, replication)
         runner = runner_for(
             program,
             self.config,
@@ -423,14 +424,14 @@ class _AutomaticStep:
 class _LightningProgram(StepProgram):
     """A step of a LightningModule."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, replication: Replication) -> None:
         precision = trainer.precision_plugin
         scaler = getattr(precision, "scaler", None)
         super().__init__(trainer.optimizers[0], trainer.strategy.root_device, scaler)
         self.model: LightningModule = module
         self.differentiates = any(overridden(trainer, module, hook) for hook in INSIDE_FORWARD_BACKWARD)
         self._trainer, self._precision = trainer, precision
-        self.replication = replication_of(trainer.strategy.model or module)
+        self.replication = replication
         self.book = LogBook(trainer)
         self.boundary = Boundary()
         self.loss: Tensor | None = None  # of a forward through `torch.compile`, until its backward
@@ -512,12 +513,6 @@ class _LightningProgram(StepProgram):
         with standing_in([] if clips else [(precision, "clip_gradients", nothing)]):
             precision._after_closure(self.model, optimizer)
         return self.scaling.step if clips else self._whole_update
-
-    def exchanges(self) -> bool:
-        if self.replication.problem is None:
-            return False
-        clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
-        return self.scaling.on or clips or bool(self._trainer.gradient_clip_val)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation

@@ -1,7 +1,8 @@
 """Lightning's manual optimization: forward and backward of the called modules, and each optimizer's step, from graphs.
 
 The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
-all hooks. Lightning's own loop calls it, and counts what the optimizers do.
+all hooks. Lightning's own loop calls it, and counts what the optimizers do. So it is for sharded models under
+automatic optimization, whose blocks have graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.package import base_of, batches_left
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import replication_of
+from pygraph_train.parallel.replication import Replication
 from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
@@ -30,27 +31,31 @@ _BATCHES = 20
 
 
 class ManualOptimization:
-    """Graphs the phases of a `training_step` that optimizes by itself, from `attach` to `detach`.
+    """Graphs the phases of batches that Lightning makes, from `attach` to `detach`.
 
     Args:
         trainer: its optimizers exist, and checkpoints are restored.
-        module: under manual optimization.
+        module: under manual optimization, or sharded.
+        replication: how processes share it.
         config: options.
 
     Attributes:
         report: filled while training.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, config: PyGraphConfig) -> None:
-        self._module = module
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, replication: Replication, config: PyGraphConfig
+    ) -> None:
+        self._module, self._replication = module, replication
         self._precision = trainer.precision_plugin
-        self._batches = trainer.fit_loop.epoch_loop.manual_optimization
+        loop, automatic = trainer.fit_loop.epoch_loop, module.automatic_optimization
+        self._batches: Any = loop.automatic_optimization if automatic else loop.manual_optimization
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
         self._loop = Loop(config, trainer.strategy.root_device)
         self._loop.left = lambda: batches_left(trainer)
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
-        self._unused = 0  # batches so far, while no optimizer was stepped
+        self._unused = _BATCHES if automatic else 0  # batches so far, while no optimizer was stepped
         self._patches = ExitStack()
         self._logs: list[tuple[Any, str, Any]] = []
         self.report = self._loop.report
@@ -59,11 +64,10 @@ class ManualOptimization:
         """Take over calls of the module's parts, and steps of the optimizers."""
         if not self._loop.active:
             return
-        replication = replication_of(self._wrapper)
         for module in called_parts(self._module, base_of(self._module) or nn.Module):
             # a wrapper calls the module itself, to run training_step
             if module is not self._module or self._wrapper is module:
-                self._loop.take_module(module, replication=replication)
+                self._loop.take_module(module, replication=self._replication)
         # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
         self._logs = [
             (self._module, name, torch.compiler.disable(getattr(self._module, name)))
@@ -81,11 +85,11 @@ class ManualOptimization:
         """Release all graphs and give modules, optimizers and Lightning's objects back as they were."""
         quietly(self._patches.close, self._loop.release)
 
-    def _run(self, stock: Callable[[Any], Any], kwargs: Any) -> Any:
-        """In the place of `run` of Lightning's loop for manual optimization: one batch."""
+    def _run(self, stock: Callable[..., Any], *given: Any) -> Any:
+        """In the place of `run` of Lightning's loop: one batch."""
         with ExitStack() as logs:
             quietly(lambda: logs.enter_context(standing_in(self._logs)))
-            output = stock(kwargs)
+            output = stock(*given)
         self._loop.step_ended()
         if not self._optimizers and self._unused < _BATCHES:
             self._unused += 1

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import Engine
 
-__all__ = ["Lent", "Memory", "forget_memory", "free_memory"]
-
 
 class Memory:
     """Memory of recordings. One of them may be pending at a time: its forward has run, and its backward may come.

@@ -36,6 +36,7 @@ from pygraph_train.core.passes import (
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
+from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -89,10 +90,6 @@ _MOST_SIZES = 3
 _needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
-def _is_hooked(tensor: Tensor) -> bool:
-    return bool(hooks_of(tensor) or accumulation_hooks_of(tensor))
-
-
 class PhaseRegions:
     """The backend that `torch.compile` gets: makes a `PhaseRegion` of each graph.
 
@@ -112,6 +109,7 @@ class PhaseRegions:
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
         parts: in the present step, calls of regions.
+        several: whether other processes train too.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -139,6 +137,7 @@ class PhaseRegions:
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
         self.seconds, self.sizes = 0.0, ""
+        self.several = several_processes()
         self.end: Problem | None = None
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
@@ -436,12 +435,12 @@ class PhaseRegion:
             made = self.run_plainly(*given)  # where it raises as well, the batch is at fault
             self._stays_plain(problem_of(error))
             return made
-        if slot is None:
+        if slot is None or (delivered := self._delivered_now(inputs)) is None:
             return self.run_plainly(*given)
         self.replays += 1
         owner.replays += 1
         owner.end = self.end
-        made = replay(slot, inputs, owner.delivery, self._delivered_now(inputs), leads=owner.leads)
+        made = replay(slot, inputs, owner.delivery, delivered, leads=owner.leads)
         if (numbered := self._numbered) is None:
             return made
         return surely(lambda: numbered.outputs(made, numbers), FORWARD)
@@ -452,15 +451,17 @@ class PhaseRegion:
         executes(FORWARD)
         return self._plainly(*given)
 
-    def _delivered_now(self, given: Sequence[Any]) -> frozenset[int]:
-        """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
-        if not self.owner.delivers:
-            return frozenset()
+    def _delivered_now(self, given: Sequence[Any]) -> frozenset[int] | None:
+        """The inputs whose gradients are delivered, none with hooks. None where these forbid a replay. Hot path."""
         held = list(map(given.__getitem__, self._positions))
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
-        hooked = {i for i, t in zip(self._positions, held, strict=True) if _is_hooked(t)}
-        return self._delivered - hooked
+        if self.owner.several:
+            self.owner.tell(_HOOKED)
+            return None
+        return frozenset(
+            i for i in self._delivered if not (hooks_of(given[i]) or accumulation_hooks_of(given[i]))
+        )
 
     # -- the first calls ------------------------------------------------------------------------------
 
@@ -778,6 +779,11 @@ _PART = "a part of the step runs without a graph"
 _CAUGHT = f"{_PART}: the step catches exceptions of its operations"
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
+)
+_HOOKED = Problem(
+    "a part of the step runs without a graph: its parameters have hooks, which may talk to other processes, and a "
+    "replay calls them in another order",
+    fix="Remove the hooks, or nothing",
 )
 _TOO_MANY = Problem(
     "a part of the step has as many recordings for sets of shapes as are kept, and further ones run without a graph",

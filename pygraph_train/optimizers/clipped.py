@@ -16,22 +16,21 @@ class ClippedParameters:
     Args:
         model: the module.
         optimizer: which may hold other parameters than the model has.
-        fixed: whether the model keeps its parameters, whatever it seems to have.
 
     Attributes:
         changes: how often the model came to have other parameters, or the same ones in another order.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, fixed: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.changes = 0
-        self._model, self._optimizer, self._fixed = model, optimizer, fixed
+        self._model, self._optimizer = model, optimizer
         self._parameters: tuple[Tensor, ...] = ()
         self._others: list[Tensor] = []
         self._look()
 
     def look(self) -> None:
         """Notice other parameters of the model: Dynamo has traced a forward that uses them. Hot path."""
-        if not self._fixed and traces() != self._traces:
+        if traces() != self._traces:
             before = identities(self._parameters)
             self._look()
             self.changes += identities(self._parameters) != before

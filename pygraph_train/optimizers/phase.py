@@ -37,12 +37,6 @@ from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import as_part_of, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
-OF_SHARDS = Problem(
-    "the optimizer runs outside of graphs: parameters are sharded, and clipping or scaling their gradients needs "
-    "all ranks"
-)
-"""Reason against a graph of the update alone: ranks vote on whole steps only."""
-
 log = logging.getLogger("pygraph_train")
 
 _RUNS_BEFORE_CAPTURE = 2
@@ -276,9 +270,7 @@ class OptimizerPhase:
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
             self.problem = _outside(reason)
             return None
-        self.problem = OF_SHARDS if self._program.exchanges() else None
-        if self.problem is not None:
-            return None
+        self.problem = None
         preparation.settle(self._engine)
         try:
             inputs = self._inputs(layout.present)

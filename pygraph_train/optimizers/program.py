@@ -59,10 +59,6 @@ class UpdateProgram:
         self.device = device
         self.scaling = Scaling(scaler, optimizer)
 
-    def exchanges(self) -> bool:
-        """Whether the update talks to other processes: the norm of sharded gradients, and whether they overflow."""
-        return False
-
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
         self._preparation = preparation

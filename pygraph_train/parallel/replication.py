@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import around_forward
 from pygraph_train.torch_private.memory import local_tensor
-
-__all__ = ["Replicas", "Replication", "is_sharded", "replication_of", "why_not_spread"]
 
 _DTENSORS = Problem(
     "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within forward and "
@@ -30,14 +28,15 @@ class Replication:
     """One process, or several that share nothing.
 
     Attributes:
-        name: what torch calls the wrapper, "" for one process.
         shared: whether other processes train the same model.
+        sharded: whether each of them has a part of it, so that a step has no graphs as a whole, and its update may
+            have to talk to them.
         problem: why no step of this model has graphs as a whole, None where it may have some.
         blocks: modules whose parameters are gathered for each of their calls. These may have graphs nevertheless.
     """
 
-    name: str = ""
     shared: bool = False
+    sharded: bool = False
     problem: Problem | None = None
     blocks: Sequence[nn.Module] = ()
 
@@ -65,7 +64,6 @@ class Replicas(Replication):
         wrapper: of the model; where only a framework has that, the model, for `problem` alone.
     """
 
-    name = "DistributedDataParallel"
     shared = True
 
     def __init__(self, wrapper: nn.Module) -> None:
@@ -95,12 +93,13 @@ class Replicas(Replication):
 class _Shards(Replication):
     """A model whose processes hold a part of each parameter."""
 
-    shared = True
+    shared = sharded = True
 
     def __init__(self, name: str, blocks: Sequence[nn.Module] = ()) -> None:
-        self.name, self.blocks = name, blocks
+        self.blocks = blocks
         self.problem = Problem(
-            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter"
+            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter",
+            fix="Make a few steps: the report says whether blocks have graphs" if blocks else "",
         )
 
 
@@ -115,11 +114,20 @@ def replication_of(model: nn.Module) -> Replication:
             blocks = [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])]
             return _Shards("FSDP", [m for m in blocks if not any(map(_is_split_twice, m.parameters()))])
     if any(local_tensor(p) is not p for p in model.parameters()):
-        found = _Shards("sharding (DTensor)")
+        found = _Shards("DTensor")
         found.problem = _DTENSORS
         return found
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-    return Replication() if wrapper is None else Replicas(wrapper)
+    if wrapper is not None:
+        return Replicas(wrapper)
+    alone = Replication()
+    alone.shared = several_processes()  # torch's `replicate` listens to autograd, where nobody sees it
+    return alone
+
+
+def several_processes() -> bool:
+    """Whether other processes may wait for this one."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def is_sharded(module: nn.Module) -> bool:

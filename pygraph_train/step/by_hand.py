@@ -26,6 +26,7 @@ class StepsByHand:
         optimizers: all that the function steps.
         device: of the model.
         config: options.
+        scaler: the GradScaler of the function, if it has one.
 
     Attributes:
         fn, model, optimizers: as given.
@@ -39,9 +40,11 @@ class StepsByHand:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         config: PyGraphConfig,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.fn, self.model, self.optimizers = fn, model, optimizers
+        self.fn, self.model, self.optimizers, self._scaler = fn, model, optimizers, scaler
         self.loop = Loop(config, device)
+        self.loop.patience *= bool(optimizers)
         self._graphs: list[OptimizerGraph] = []
         arranged(lambda: self._take(model), self.loop.report.failed)
 
@@ -52,7 +55,7 @@ class StepsByHand:
         for module in called_parts(model):
             loop.take_module(module)
         for optimizer in self.optimizers:
-            graph = loop.take_optimizer(optimizer)
+            graph = loop.take_optimizer(optimizer, self._scaler)
             if graph is not None:
                 self._graphs.append(graph)
 

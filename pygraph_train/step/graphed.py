@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import StepOptions
 
-__all__ = ["GraphedStep"]
-
 _NO_TENSORS = (bool, int, float, str, type(None))
 
 
@@ -92,16 +90,20 @@ class GraphedStep(LossSteps):
         self._device = device
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
         self.by_hand: StepsByHand | None = None
+        steps = [] if stepped is None else getattr(stepped, "members", [stepped])
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
-            steps = stepped.members if isinstance(stepped, OptimizerSet) else [stepped]
             self.by_hand = StepsByHand(step_fn, model, steps, device, self._config)
             self._report = self.by_hand.loop.report
             return
-        engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
         program = surely(
             lambda: LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm), SETTING_UP
         )
+        engine = None
+        if program.replication.sharded:
+            self.apart = StepsByHand(self._make_plainly, model, steps, device, self._config, scaler)
+        else:
+            engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
         super().__init__(program, self._config, engine)
 
     @untraced

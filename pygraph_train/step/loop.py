@@ -52,7 +52,6 @@ _HELD = 100
 _HOPE = 60
 """Steps in which modules were called and no graph came, after which no further call is looked at."""
 
-
 _WITH_BACKWARD = 3
 """How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200."""
 
@@ -160,7 +159,7 @@ class Loop:
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
-            self.refuse(problem.reason, problem.fix)
+            self._tell(problem)
         else:
             self.over = False
             if compiled:

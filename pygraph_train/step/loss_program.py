@@ -37,6 +37,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
+from pygraph_train.step.by_hand import StepsByHand
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
@@ -63,6 +64,9 @@ class LossSteps(NotCopied):
         why_off: why there is no engine, where the options ask for one.
     """
 
+    apart: StepsByHand | None = (
+        None  # makes the steps of a sharded model, which has graphs of its parts alone
+    )
     _runner: PhaseRunner | None = None
     _after_first: AfterFirstStep | None = None
     _at_rest = False  # every further step is nothing but a plain one
@@ -75,16 +79,16 @@ class LossSteps(NotCopied):
         why_off: str = NO_DEVICE,
     ) -> None:
         self._program = program
-        self._report = surely(StepReport, SETTING_UP)
+        self._report = surely(StepReport, SETTING_UP) if self.apart is None else self.apart.loop.report
         self._boundary = Boundary(self._report.failed, self._let_go)
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
-        if engine is None:
+        if engine is None and self.apart is None:
             self._report.note(tell_why_off(config, why_off))
-        else:
+        elif engine is not None:
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed
             )
@@ -102,6 +106,9 @@ class LossSteps(NotCopied):
         """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
         if self._after_first is not None:
             quietly(self._after_first.close)
+        if self.apart is not None:
+            quietly(self.apart.close)
+            self.apart = None
         if self._runner is not None:
             quietly(self._runner.close)
             self._runner = None
@@ -149,7 +156,9 @@ class LossSteps(NotCopied):
         position = self._position
 
         runner = self._runner
-        if runner is None:
+        if self.apart is not None:
+            result = self.apart((args, kwargs), {"update": update, "counts": False})
+        elif runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(plain_call, args, kwargs, position, plain_update)
         else:
@@ -267,7 +276,7 @@ class LossProgram(StepProgram):
         preparation = self._preparation
         if call is plain_call and (preparation is None or not preparation.active):
             executes(STEP)
-            return self._loss_of(self._step_fn(*args, **kwargs))
+            return self.plain_forward(args, kwargs)
         # a step_fn that looks at its learning rate sees the Python number
         with self.as_outside():
             return self._loss_of(call(self._step_fn, args, kwargs))
@@ -307,10 +316,6 @@ class LossProgram(StepProgram):
     def update(self) -> None:
         self.scaling.step()
 
-    def exchanges(self) -> bool:
-        sharded = self.replication.problem is not None
-        return sharded and (self._max_grad_norm is not None or self.scaling.on)
-
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
@@ -318,9 +323,7 @@ class LossProgram(StepProgram):
             return reason
         if self._max_grad_norm is not None and self.optimizer is not None:
             if self._clipped is None:
-                # sharded models have other parameters in the middle of a step
-                fixed = self.replication.problem is not None
-                self._clipped = ClippedParameters(self.model, self.optimizer, fixed=fixed)
+                self._clipped = ClippedParameters(self.model, self.optimizer)
             self._clipped.compare()
             if self._clipped.others():
                 return CLIPS_OTHERS

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -141,6 +142,27 @@ def micro_batches(run: Run, rank: int, *, how: str, fails: str = "") -> None:
             outside = how in ("accumulate", "around") and not update
             with model.no_sync() if outside else nullcontext():
                 step.accumulate(*batch) if outside and how == "accumulate" else step(*batch)
+
+
+def gradients_exchanged_by(run: Run, rank: int, *, what: str, by_hand: bool) -> None:
+    """No wrapper does so. One rank has another shape at times, and records when the other one replays."""
+    model = Net()
+    if what == "replicate":
+        replicate(model)
+    for p in model.parameters() if what == "hooks" else ():
+        p.register_post_accumulate_grad_hook(summed)
+    torch.manual_seed(rank)
+    optimizer = adamw(model)
+    step_fn = step_of(model, optimizer, by_hand=by_hand)
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=by_hand)
+    for number, (x, y) in enumerate(batches(32, seed=rank)):
+        rows = 4 if rank == 1 and number % 7 == 3 else 8
+        step(x[:rows], y[:rows])
+
+
+def summed(parameter: Tensor) -> None:
+    """A hook: the sum over all ranks."""
+    distributed.all_reduce(parameter.grad)
 
 
 def a_model_that_communicates(run: Run, rank: int) -> None:
@@ -295,6 +317,12 @@ def a_step_that_raises_on_both_ranks(run: Run, rank: int) -> None:
             step((x, y + 100 if number == 20 else y))
 
 
+def mesh_of(sizes: tuple[int, ...]) -> Any:
+    """So many ranks have the whole model together, which others have as well where there are two sizes."""
+    names = ("replicas", "shards")
+    return distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
+
+
 def shards(
     run: Run,
     rank: int,
@@ -304,29 +332,50 @@ def shards(
     bf16: bool = False,
     schedule: bool = False,
     reshard: bool = True,
+    mesh: tuple[int, ...] = (2,),
+    stepped: str = "",
     trap: str = "",
 ) -> None:
-    """FSDP2; sizes of the layers do not divide evenly by two."""
+    """FSDP2; sizes of the layers do not divide evenly by two.
+
+    `stepped` says who makes updates, where it is not the step with one optimizer.
+    """
     blocks = [nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Dropout(0.1)) for _ in range(2)]
     model = nn.Sequential(nn.Linear(6, 7), *blocks, nn.Linear(7, 3))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    mesh = distributed.init_device_mesh("cpu", (2,))
+    ranks = mesh_of(mesh)
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
     seen, optimizer = {"calls": 0}, adamw(model)
+    given: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": clip}
+    if stepped == "by the caller":
+        given = {}
+        run.watch(optimizer)
+    elif stepped == "with a scaler":
+        given["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+        run.watch(given["scaler"])
+    elif stepped == "by several optimizers":
+        given["optimizer"] = [adamw(blocks[0]), adamw(blocks[1])]
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         if trap == "a counter" and rank == 1:
             seen["calls"] += 1
         return cross_entropy(model(x).float(), y)
 
-    step = run.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=clip)
+    step = run.step(step_fn, model=model, **given)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=33) if schedule else None
     for number, (x, y) in enumerate(batches(32, seed=rank)):
         rows = 4 if trap == "another shape" and rank == 1 and number % 7 == 3 else 8
-        batch = x[:rows], y[:rows]
-        step(*batch) if (number + 1) % accumulate == 0 else step.accumulate(*batch)
+        if stepped == "with a scaler" and rank == 1 and number == 20:
+            x = x * float("nan")  # both skip that update
+        raises = trap == "it raises" and number == 20
+        with run.may_raise(IndexError):
+            made = step if (number + 1) % accumulate == 0 else step.accumulate
+            made(x[:rows], y[:rows] + 100 if raises else y[:rows])
+        if stepped == "by the caller":
+            optimizer.step()
+            optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
     run.note("seen", seen)
@@ -363,6 +412,7 @@ def blocks_by_hand(
     reshard: bool = True,
     frozen: bool = False,
     mesh: tuple[int, ...] = (2,),
+    steps: int = 32,
     trap: str = "",
     fails: str = "",
 ) -> None:
@@ -372,7 +422,7 @@ def blocks_by_hand(
     if frozen:
         blocks[1].inner.requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    ranks = distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
+    ranks = mesh_of(mesh)
     for module in (*blocks, model):
         fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
@@ -390,7 +440,7 @@ def blocks_by_hand(
 
     with failing(run, rank, fails):
         step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
-        for number, (x, y) in enumerate(batches(32, seed=rank)):
+        for number, (x, y) in enumerate(batches(steps, seed=rank)):
             rows = 4 if trap and rank == 1 and number % 7 == 3 else 8
             update = (number + 1) % accumulate == 0
             if trap and number == 20:
@@ -500,8 +550,8 @@ def a_lightning_trainer(
             if tensor:
                 self.net = halves(self.device_mesh["tensor_parallel"])
             if shard:
-                self.net.norm = nn.LayerNorm(8)  # BatchNorm's buffers would differ
-                for module in (self.net.second, self.net):
+                self.net = transformer()
+                for module in (*self.net[2:4], self.net):
                     fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
     sizes = {"data_parallel_size": 1 if tensor else 2, "tensor_parallel_size": 2 if tensor else 1}

@@ -1,4 +1,4 @@
-"""Two processes that train one model together: each rank as without the library, and never a hang."""
+"""Processes that train one model together, mostly two: each rank as without the library, and never a hang."""
 
 from __future__ import annotations
 
@@ -65,6 +65,18 @@ def test_a_model_that_communicates(ranks: Ranks) -> None:
     trained(ranks, "a_model_that_communicates", replays=12)
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_model_that_replicate_has_wrapped(ranks: Ranks, by_hand: bool) -> None:
+    options = {"what": "replicate", "by_hand": by_hand}
+    trained(ranks, "gradients_exchanged_by", options=options, replays=15)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_hooks_of_parameters_that_exchange_gradients(ranks: Ranks, by_hand: bool) -> None:
+    options = {"what": "hooks", "by_hand": by_hand}
+    trained(ranks, "gradients_exchanged_by", options=options, refused="hooks in another order")
+
+
 def test_gradients_that_are_not_reduced_are_noticed(ranks: Ranks) -> None:
     ranks.run("tests.contract.ranks_trainings:differs_without_reduction")
 
@@ -112,13 +124,19 @@ SHARDS: dict[str, dict[str, Any]] = {
     "accumulated in bf16": {"accumulate": 2, "bf16": True},
     "another shape on one rank": {"trap": "another shape"},
     "a counter on one rank": {"trap": "a counter", "reshard": False},
+    "a step that raises": {"trap": "it raises"},
+    "hybrid": {"mesh": (2, 1)},
+    "updated by the caller": {"stepped": "by the caller"},
+    "several optimizers": {"stepped": "by several optimizers"},
+    "scaled": {"stepped": "with a scaler"},
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
 @pytest.mark.slow_after(2)
 def test_shards(ranks: Ranks, name: str) -> None:
-    trained(ranks, "shards", options=SHARDS[name], refused="no graph holds a part of a parameter")
+    updates = {"accumulated in bf16": 6, "updated by the caller": 0, "scaled": 0}.get(name, 12)
+    trained(ranks, "shards", options=SHARDS[name], replays=12, updates=updates)
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -135,6 +153,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow_after(2)
 def test_blocks_of_shards(ranks: Ranks, name: str) -> None:
     trained(ranks, "blocks_by_hand", options=BLOCKS[name], replays=12, updates=12)
+
+
+@pytest.mark.slow
+def test_blocks_of_shards_of_which_others_have_replicas() -> None:
+    options = {"mesh": (2, 2), "steps": 20, "accumulate": 2}
+    with pair_of_ranks(4) as four:
+        trained(four, "blocks_by_hand", options=options, replays=12, updates=6)
 
 
 @pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
@@ -196,9 +221,11 @@ def test_a_lightning_trainer_that_accumulates_and_clips(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_a_lightning_trainer_with_shards(ranks: Ranks) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lightning_trainer_with_shards(ranks: Ranks, accumulate: int) -> None:
     pytest.importorskip("lightning.pytorch")
-    trained(ranks, "a_lightning_trainer", options={"shard": True}, refused="parameters are sharded")
+    options = {"shard": True, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    trained(ranks, "a_lightning_trainer", options=options, replays=12, updates=12 // accumulate)
 
 
 def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
