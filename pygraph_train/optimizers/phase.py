@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import UPDATE, done, executes, taken_back
+from pygraph_train.boundary import UPDATE, done, executes, surely, taken_back
 from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Memory, free_memory
@@ -227,7 +227,7 @@ class OptimizerPhase:
         self._preparation.sync()
         executes(UPDATE)
         capture.graph.replay()
-        capture.inputs.give_back(layout.present)
+        surely(lambda: capture.inputs.give_back(layout.present), UPDATE)
         done(None)
         capture.replays += 1
         self._replays += 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
-from pygraph_train.boundary import surely
+from pygraph_train.boundary import UPDATE, surely, theirs
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
@@ -118,7 +118,7 @@ class OptimizerPreparation:
             optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
         ]
         if self._class in FUSED:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_each_step))
         self._put_attributes_back = private_attributes_of(optimizer)
         self._note_homes()
         self._make_rates()
@@ -331,7 +331,10 @@ class OptimizerPreparation:
             if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
                 rate.set(lr)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_each_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        surely(lambda: self._before_step(optimizer), UPDATE)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Step pre hook: forced fused kernels must not refuse what the kernels of a plain run take."""
         forced = [group for group, key, _ in self._saved if key == "fused"]
         for group in forced:
@@ -342,7 +345,9 @@ class OptimizerPreparation:
                 continue
             if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 what = "got sparse gradients" if sparse else "has no momentum yet for some parameters"
-                raise RuntimeError(f"{type(optimizer).__name__} {what}: run this step before capturing it")
+                raise theirs(
+                    RuntimeError(f"{type(optimizer).__name__} {what}: run this step before a capture")
+                )
             self._sparse |= sparse
             if sparse or group["dampening"] != 0:  # the first momentum is the gradient, not dampened
                 self._swap_out()
