@@ -44,7 +44,6 @@ class Memory:
     def used(self, engine: Engine) -> AbstractContextManager[None]:
         """Around work without a graph that leaves no tensors of its own behind. Recordings will use this memory."""
         if self.pool is None:
-            engine.trim()  # what steps without a graph have left, which does not come on top of it
             with engine.scratch_pool() as self.pool:
                 pass
         return engine.allocating_in(self.pool)

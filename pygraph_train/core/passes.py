@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pygraph_train.problems import frames_in, is_user_file, user_line_in
 from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argument, written_arguments
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
+from pygraph_train.torch_private.stock_dynamo import default_device
 from pygraph_train.trees import map_leaves
 
 _EAGER_OPERATORS = {"autograd_function_apply"}
@@ -360,7 +361,7 @@ def is_on_host(node: Node) -> bool:
     value = value_of(node)
     if not isinstance(value, Tensor) or not value.is_cpu:
         return False
-    if not node.op.startswith("call") or torch.get_default_device().type == "cpu":
+    if not node.op.startswith("call") or default_device() == "cpu":
         return True
     if "pygraph_on_host" not in node.meta:
         given = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]

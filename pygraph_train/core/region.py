@@ -623,6 +623,7 @@ class PhaseRegion:
         owner.make_way(given)
         verifies = owner.config.verify != "off"
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
+        owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
         # before there is a graph, whose memory would come on top
         known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
         with torch.inference_mode(False), self._undone(given):

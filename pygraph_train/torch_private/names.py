@@ -162,7 +162,7 @@ NAMES = (
         "Dynamo, which traces steps, and autograd, which asks for their backwards",
         GRAPHS,
         """
-        torch: _foreach_add_
+        torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_
         torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
         torch._dynamo: OptimizedModule config.patch graph_break lookup_backend
         torch._dynamo.callback: callback_handler.register_start_callback

@@ -128,13 +128,14 @@ def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Here(threading.local):
-    """Of this thread: the functions of ours that are called, what a trace in the present call has set, all traces, and
-    those of what the user compiled."""
+    """Of this thread: the functions of ours that are called, what a trace in the present call has set, all traces,
+    those of what the user compiled, and in a call with a trace the kind of the default device."""
 
     def __init__(self) -> None:
         self.called: list[CompiledFunction] = []
         self.settings: ExitStack | None = None
         self.traces = self.others = 0
+        self.device: str | None = None
 
 
 _here = _Here()
@@ -152,6 +153,8 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         changes.enter_context(not_collecting())
+        _here.device = torch.get_default_device().type
+        changes.callback(setattr, _here, "device", None)
         _here.settings = changes
         growing = _here.called[-1].growing.left_to_python
         for around in (*_AROUND_A_TRACE, growing):
@@ -316,6 +319,12 @@ def _listen() -> None:
 def traces() -> int:
     """How often Dynamo has traced in this thread, as far as it was listened to. Hot path."""
     return _here.traces
+
+
+def default_device() -> str:
+    """The kind of the default device, also in a backend, where torch names the CPU. (2.11 to 2.15)"""
+    device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return _here.device or ("cpu" if device is None else str(device.device.type))
 
 
 def left_untraced() -> None:

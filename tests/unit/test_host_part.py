@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from pygraph_train.core import passes
 from pygraph_train.core.passes import HostPart, halves, prepared
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction
 
 pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("graphs are split, and none is recorded")]
 
@@ -43,19 +44,29 @@ def split(fn: Callable[..., Any], *given: Any) -> tuple[HostPart, Callable[..., 
 ON_DEVICE = torch.zeros(4, 6, device="meta")
 
 
-def test_what_is_made_on_the_default_device_is_no_part_of_the_host() -> None:
-    """Dynamo of torch 2.11 takes it for a tensor of the host."""
+@pytest.mark.parametrize("around", [False, True])
+def test_what_is_made_on_the_default_device_is_no_part_of_the_host(around: bool) -> None:
+    """Dynamo of torch 2.11 takes it for a tensor of the host, and in a backend the default device is the CPU."""
+    torch.compiler.reset()
+    found: list[Any] = []
 
-    def step(x: Tensor) -> Tensor:
+    def look(gm: GraphModule, examples: Any) -> Any:
+        found.append((HostPart(gm).any, halves(gm), prepared(gm, "meta", eager=True)[1]))
+        return gm.forward
+
+    def noisy(x: Tensor) -> Tensor:
         return x + torch.rand(()) * 2
 
-    torch.set_default_device("meta")
-    try:
-        (gm,) = graphs_of(step, ON_DEVICE)
-        assert not HostPart(gm).any and halves(gm) is None
-        assert prepared(gm, "meta", eager=True)[1] is None
-    finally:
-        torch.set_default_device(None)
+    if around:
+        with torch.device("meta"):
+            CompiledFunction(noisy, look)(ON_DEVICE)
+    else:
+        torch.set_default_device("meta")
+        try:
+            torch.compile(noisy, backend=look)(ON_DEVICE)
+        finally:
+            torch.set_default_device(None)
+    assert found == [(False, None, None)]
 
 
 def test_steps_of_noise_are_drawn_anew_and_sent() -> None:
