@@ -22,6 +22,7 @@ WHOLE = {
     "llama_lora_checkpointing_dropout": "the same with dropout in the checkpoint",
     "bert_padding": "BERT, dynamic padding",
     "nanogpt": "nanoGPT of 124M",
+    "sentence_pairs": "MiniLM, contrastive loss",
     "diffusion": "diffusion U-Net",
     "convnext_mixup": "ConvNeXt-T, mixup",
     "distillation": "distillation",
@@ -60,9 +61,10 @@ def pictures() -> dict[str, str]:
     for r in _rows("phases"):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
     for recipe, title in WHOLE.items():
+        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "35124"]
+        found = next(rows for rows in files if len(rows) > 1)
         for way in ("plain", "ours"):
-            found = [r for r in _rows("recipes", "124") if (r["recipe"], r["way"]) == (recipe, way)]
-            whole += [(f"{title}, {r['steps_made']} steps", way == "ours", r["whole_s"]) for r in found]
+            whole.append((f"{title}, {found[way]['steps_made']} steps", way == "ours", found[way]["whole_s"]))
     for r in _rows("inputs"):
         inputs += [(f"{r['mib']} MiB", i, r[k] - r["stay"]) for i, k in enumerate(("copy", "host", "device"))]
     return {
