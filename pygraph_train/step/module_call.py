@@ -62,6 +62,7 @@ class ModuleCall:
 
     Attributes:
         regions: the graphs.
+        within: whether hooks stay outside of them, which gather parameters.
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile`; the loop sets it back.
         held: so many further calls with gradients run it as it is.
@@ -81,17 +82,17 @@ class ModuleCall:
         lent: Lent | None = None,
         **compile_options: Any,
     ) -> None:
-        self._module, self._within = module, lent is not None
-        self._call = type(module).forward if self._within else call_impl
+        self._module, self.within = module, lent is not None
+        self._call = type(module).forward if self.within else call_impl
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
         given = engine, config, lambda: tensors_of(known()), tell, boundary
         self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
-        self._compiled = CompiledModule(self.regions, within=self._within, **compile_options)
+        self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
         self.spent: list[float] = []
-        set_call_of(module, self, within=self._within)
+        set_call_of(module, self, within=self.within)
         weakref.finalize(self, self.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +152,8 @@ class ModuleCall:
     def remove(self) -> None:
         """Release all graphs, and give the module back as it was."""
         quietly(self.regions.close)
-        if call_of(self._module, within=self._within) is self:
-            set_call_of(self._module, None, within=self._within)
+        if call_of(self._module, within=self.within) is self:
+            set_call_of(self._module, None, within=self.within)
 
 
 def tensors_of(module: nn.Module | None) -> list[Tensor]:
