@@ -176,7 +176,9 @@ class OptimizerPhase:
             hold: whether it is too early for a graph.
         """
         self.replayed, self.waits = False, ""
-        if self.problem is not None:
+        if (
+            self.problem is not None or hold
+        ):  # with the kernels of plain training, should there never be a graph
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = list(map(_grad, parameters))
@@ -201,9 +203,9 @@ class OptimizerPhase:
                 return body()
             if not self._preparation.state.as_left():
                 self._runs = {key: min(runs, _RUNS_BEFORE_CAPTURE - 1) for key, runs in self._runs.items()}
-            if hold or self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+            if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self.waits = "" if layout.addresses else _NO_GRADIENT
-                self._runs[key] = self._runs.get(key, 0) + 1
+                self._runs[key] += 1
                 return self._run_prepared(body)
             if not self._make_room():
                 self.problem = _ABSENT
