@@ -606,7 +606,7 @@ class PhaseRegion:
         self._moving = [i for i, _ in tensors if i not in self.fixed]
         self._keyed = self._numbered is not None or bool(self._numbers)
         self._delivered = frozenset(i for i in self.fixed if self.owner.delivers and given[i].is_leaf)
-        self._learned = True
+        self._held, self._learned = [], True  # torch swaps no tensor that somebody has a weak reference to
 
     def _key(self, given: Sequence[Any]) -> Any:
         return (

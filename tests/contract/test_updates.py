@@ -131,6 +131,17 @@ def test_averaged_weights_stand_in_for_an_evaluation(run: Run) -> None:
             model.train().load_state_dict(kept)
 
 
+@same_as_plain(replays=12, updates=8)
+def test_a_parameter_is_swapped_for_another_one(run: Run) -> None:
+    """torch refuses that for a tensor which somebody has a weak reference to."""
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches(32)):
+        if number == 14:
+            torch.utils.swap_tensors(model.second.weight, nn.Parameter(torch.full((3, 8), 0.1)))
+        step(batch)
+
+
 @same_as_plain(replays=15)
 def test_two_optimizers_for_two_parts(run: Run) -> None:
     model = Net()
