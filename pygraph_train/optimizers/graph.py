@@ -64,11 +64,11 @@ class OptimizerGraph:
         Args:
             body: the step in Python.
             constants: Python values that a capture of `body` bakes in.
-            hold: whether it is too early for a graph.
+            hold: whether nothing is done for a graph yet.
         """
         self.runs += 1
         self.replayed = False
-        if not self.serves():
+        if hold or not self.serves():
             return body()
         assert self._preparation is not None
         if self._program.scaling.unscaled:
@@ -77,7 +77,7 @@ class OptimizerGraph:
                 self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
-        self._run_phase(body, constants, hold)
+        self._run_phase(body, constants)
 
     @property
     def over(self) -> bool:
@@ -131,7 +131,7 @@ class OptimizerGraph:
             self._preparation.close()
             self._preparation = None
 
-    def _run_phase(self, body: Callable[[], None], constants: Any, hold: bool) -> None:
+    def _run_phase(self, body: Callable[[], None], constants: Any) -> None:
         assert self._preparation is not None
         if self._phase is None:
             self._phase = OptimizerPhase(
@@ -142,7 +142,7 @@ class OptimizerGraph:
                 self._report,
             )
         constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, step=self.runs, hold=hold)
+        self._phase.run(body, constants, step=self.runs)
         self.replayed = self._phase.replayed
         self._report.update_waited(self._phase.waits)
         if self.replayed:

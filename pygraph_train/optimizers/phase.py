@@ -166,19 +166,16 @@ class OptimizerPhase:
         self._changes = 0
         self._replays = 0
 
-    def run(self, body: Callable[[], None], constants: Any, *, step: int, hold: bool = False) -> None:
+    def run(self, body: Callable[[], None], constants: Any, *, step: int) -> None:
         """Make the phase with the gradients as they are.
 
         Args:
             body: the phase in Python.
             constants: Python values that a capture of `body` bakes in.
             step: the training step, for the report.
-            hold: whether it is too early for a graph.
         """
         self.replayed, self.waits = False, ""
-        if (
-            self.problem is not None or hold
-        ):  # with the kernels of plain training, should there never be a graph
+        if self.problem is not None:
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = list(map(_grad, parameters))

@@ -97,7 +97,9 @@ class PhaseRunner:
             regions.replays = regions.plain = regions.parts = 0
             regions.end = None
             call = self._call if self._may_replay() else plain_call
-            if not self._prepared and self._training.step > self._training.config.warmup_steps:
+            config = self._training.config
+            early = self._training.step <= config.warmup_steps or (self.timing and config.optimizer != "on")
+            if not (self._prepared or early):
                 self._prepare()
             if self._training.step > 1:
                 if not self.timing:
@@ -190,8 +192,7 @@ class PhaseRunner:
         if scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        early = self.timing and training.config.optimizer != "on"
-        phase.run(body, (constants, scaling.numbers()), step=training.step, hold=early)
+        phase.run(body, (constants, scaling.numbers()), step=training.step)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
