@@ -345,7 +345,18 @@ def test_a_late_gradient_penalty_whose_points_are_in_a_container(kind: str) -> N
     both(script, replays=60)
 
 
-@pytest.mark.parametrize("asked", [lambda i: True, lambda i: i % 4 == 3, lambda i: i == 20])
+LATER = pytest.mark.xfail(reason="results of a replay do not lead to each other, which docs/legality.md says")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda i: True,
+        pytest.param(lambda i: i % 4 == 3, marks=LATER),
+        pytest.param(lambda i: i == 20, marks=LATER),
+    ],
+    ids=["always", "in each fourth step", "once"],
+)
 def test_the_gradient_of_an_activation_that_a_hook_keeps(asked: Any) -> None:
     """Grad-CAM, in every step or in a later one."""
 
@@ -462,8 +473,21 @@ def changed_in_mid_run(script: Script, model: nn.Module, change: Any) -> None:
         optimizer.zero_grad()
 
 
+OF_CLASSES = pytest.mark.xfail(reason="torch.compile does not notice what is replaced in a class")
+
+
 @pytest.mark.slow_after(4)
-@pytest.mark.parametrize("change", CHANGES_OF_MODULES.values(), ids=CHANGES_OF_MODULES.keys())
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(
+            change,
+            id=name,
+            marks=[OF_CLASSES] if name in ("a forward", "a forward of a child", "a method") else [],
+        )
+        for name, change in CHANGES_OF_MODULES.items()
+    ],
+)
 def test_what_is_done_to_modules_in_mid_run_is_noticed(change: Any) -> None:
     def script(script: Script) -> None:
         model = Halves()
