@@ -45,12 +45,20 @@ _WRITING_OPERATORS = {
 }
 
 
-def _checkpointed(body: Any, *args: Any, contexts: Any = noop_context_fn, **kwargs: Any) -> Any:
+def _checkpointed(
+    body: Any, *args: Any, contexts: Any = noop_context_fn, entering: Any = None, **kwargs: Any
+) -> Any:
     """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd.
 
     Buffers and parameters are no inputs of it, as in the module that it was: BatchNorm writes the former,
     Embedding(max_norm=...) the latter, and an input must stay.
+
+    Args:
+        entering: positions of the inputs of a reentrant one. torch trains nothing within where none needs gradients.
     """
+    if entering is not None and not any(getattr(args[i], "requires_grad", False) for i in entering):
+        with torch.no_grad():
+            return body(*args)
     leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or not t.is_leaf]
 
     def run(*given: Any) -> Any:
@@ -63,23 +71,9 @@ def _checkpointed(body: Any, *args: Any, contexts: Any = noop_context_fn, **kwar
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=sets_back, context_fn=contexts)
 
 
-@torch.no_grad()
-def _untrained(body: Any, *args: Any, **kwargs: Any) -> Any:
-    """A reentrant checkpoint of inputs that need no gradients: torch trains nothing within."""
-    return body(*args)
-
-
-def _needs_gradients(nodes: Sequence[Any]) -> bool:
-    """Whether one of them does, other than parameters, which Dynamo adds to the inputs of a checkpoint."""
-    examples = [value_of(node) for node in nodes if isinstance(node, Node)]
-    return any(
-        isinstance(t, Tensor) and t.requires_grad and not isinstance(t, nn.Parameter) for t in examples
-    )
-
-
 def _checkpointed_draws(body: Any, *args: Any, **kwargs: Any) -> Any:
     """The same of what draws random numbers. They are kept: no recording can set the state of a generator back."""
-    return _checkpointed(body, *args, contexts=_drawn_once)
+    return _checkpointed(body, *args, contexts=_drawn_once, **kwargs)
 
 
 def _drawn_once() -> tuple[_Draws, _Draws]:
@@ -275,7 +269,7 @@ def _fetched(gm: GraphModule) -> set[Node]:
         there = [x for x in sources if x not in found and not is_on_host(x)]
         if n.op.startswith("call") and (any(x in found for x in sources) or (is_on_host(n) and bool(there))):
             found[n] = there
-    if _needs_gradients(list(found)):
+    if any(getattr(value_of(n), "requires_grad", False) for n in found):
         return set()
     for n, there in found.items():
         for x in there:
@@ -395,22 +389,26 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
     nodes = _nodes_of(gm)
     if device != "cpu" and any(is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
         return gm, "it draws random numbers on the host"  # a replay would not
-    changed = _read_random_numbers(gm)
-    for node in gm.graph.nodes:
+    changed = {gm} if _read_random_numbers(gm) else set[GraphModule]()
+    parts = [m for m in gm.modules() if isinstance(m, GraphModule)]  # checkpoints may lie in others
+    for part, node in [(m, node) for m in parts for node in m.graph.nodes]:
         target = node.target
         if (name := _name(node)) in _OBSTACLES:
             return gm, f"it gives a tensor other memory ({name})"
         if not eager or node.op != "call_function" or not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
-            draws = _draws(gm.get_submodule(node.args[0].target))
-            node.target, changed = _checkpointed_draws if draws else _checkpointed, True
-            if node.kwargs.get("use_reentrant") and not _needs_gradients(node.args[1:]):
-                node.target = _untrained
+            draws = _draws(part.get_submodule(node.args[0].target))
+            node.target = _checkpointed_draws if draws else _checkpointed
+            if node.kwargs.get("use_reentrant"):
+                inputs = [value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+                own = [i for i, t in enumerate(inputs) if not isinstance(t, nn.Parameter)]
+                node.kwargs = {**node.kwargs, "entering": own}
+            changed.add(part)
         elif target.name() not in _EAGER_OPERATORS:
             return gm, f"eager kernels cannot compute {target.name()}"
-    if changed:
-        gm.recompile()
+    for part in changed:
+        part.recompile()
     return gm, None
 
 

@@ -345,7 +345,6 @@ class PhaseRegion:
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
-        self._held: list[tuple[weakref.ref[Tensor], int]] = []
         self.reason = None
         self.counts = True
         self.inference = False
@@ -486,26 +485,28 @@ class PhaseRegion:
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
-        held = () if self.owner.lent else trained  # those that are lent are copied for each backward
-        self._held = [(weakref.ref(t), _place(t)) for t in held]
+        # those that are lent are copied for each backward
+        held = [] if self.owner.lent else [(t, _place(t)) for t in trained]
         seen = [
-            self._seen(i, t, shared=places.count(_place(t)) > 1)
+            self._seen(i, t, held, shared=places.count(_place(t)) > 1)
             if isinstance(t, Tensor) and t.requires_grad and i not in kept
             else t
             for i, t in enumerate(made)
         ]
         return seen if self._numbered is None else self._numbered.outputs(seen, numbers)
 
-    def _seen(self, position: int, output: Tensor, *, shared: bool) -> Tensor:
+    def _seen(
+        self, position: int, output: Tensor, held: Sequence[tuple[Tensor, int]], *, shared: bool
+    ) -> Tensor:
         """An output that tells when a backward asks for its gradient: another tensor, which the graph does not use.
 
         It is a copy, because what changes a view in place takes its hooks away; and a view where memory is shared.
         """
         other = output.view_as(output) if shared else output.clone()
-        other.register_hook(self._hook(position))
+        other.register_hook(self._hook(position, held))
         return other
 
-    def _hook(self, position: int) -> Callable[[Tensor], None]:
+    def _hook(self, position: int, held: Sequence[tuple[Tensor, int]]) -> Callable[[Tensor], None]:
         @untraced
         def asked(gradient: Tensor) -> None:
             quietly(see)
@@ -516,7 +517,7 @@ class PhaseRegion:
             self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
             self.keeps |= backward_keeps_graph()
-            if any((t := ref()) is not None and _place(t) != place for ref, place in self._held):
+            if any(_place(t) != place for t, place in held):
                 self._stays_plain(Problem("its parameters move between forward and backward"))
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
                 self._stays_plain(Problem(_INNER_GRADIENT))
@@ -606,7 +607,7 @@ class PhaseRegion:
         self._moving = [i for i, _ in tensors if i not in self.fixed]
         self._keyed = self._numbered is not None or bool(self._numbers)
         self._delivered = frozenset(i for i in self.fixed if self.owner.delivers and given[i].is_leaf)
-        self._held, self._learned = [], True  # torch swaps no tensor that somebody has a weak reference to
+        self._learned = True
 
     def _key(self, given: Sequence[Any]) -> Any:
         return (

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pygraph_train.torch_private.stock_dynamo import traces
 
 from .compare import Run, same_as_plain
-from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of
+from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 
 def trains(run: Run, model: nn.Module, step_fn: Any = None, count: int = 24, optimizer: Any = adamw) -> None:
@@ -112,6 +112,18 @@ def test_reentrant_checkpointing_of_data(run: Run) -> None:
     """torch trains nothing within, as its input needs no gradient."""
     inner = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 8))
     trains(run, nn.Sequential(Checkpointed(inner, True), nn.Linear(8, 3)))
+
+
+@same_as_plain(replays=12)
+def test_reentrant_checkpointing_within_another_one_of_what_is_frozen_for_a_while(run: Run) -> None:
+    """torch trains nothing within while the input needs no gradient."""
+    first = nn.Linear(6, 6)
+    body = nn.Sequential(first, Checkpointed(nn.Linear(6, 8), True), nn.Linear(8, 3))
+    model = Checkpointed(body, False)
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches()):
+        first.requires_grad_(number not in (12, 13))
+        step(batch)
 
 
 @same_as_plain(replays=12)
