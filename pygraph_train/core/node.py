@@ -119,7 +119,7 @@ class Delivery:
         for p, g, before in zip(parameters, found, lying, strict=True):
             if g is not None and before is g:
                 total = self._sums.get(id(p))
-                if total is None or total.shape != g.shape or total.dtype != g.dtype or total is g:
+                if total is None or total is g or looks(total) != looks(g):
                     total = self._sums[id(p)] = torch.empty_like(g)
                 moved.append(p)
                 totals.append(total)
@@ -131,6 +131,13 @@ class Delivery:
 
 
 _grad = operator.attrgetter("grad")
+
+
+def looks(tensor: Tensor) -> tuple[Any, ...]:
+    """What has to be the same of a gradient that takes the place of another one."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
 _NONE = {type(None)}
 _NOTHING = torch.empty(0, device="cpu")
 _OF_NO_TENSOR = (None,) * 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -120,7 +120,7 @@ class RecordedRegion:
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
-        self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
+        self._keys = _keys_of(region, given, self.leads)
         self.gives_up = len(region.asked) == 1 and not region.keeps
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
@@ -419,11 +419,20 @@ def run_plainly(
         if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
             return None
         seeds = [_sample_seed(outputs[i].detach()) for i in sorted(asked)]
-        keys = [id(given[i]) if i in region.fixed else None for i in leads]
+        keys = _keys_of(region, given, leads)
         with region.as_in_backwards(), region.owner.placing(keys, list(leads.values())) as gradients:
             torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
     written = [inputs[i].detach() for i in sorted(moving)]
     return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], gradients
+
+
+def _keys_of(region: PhaseRegion, given: Sequence[Any], leads: Iterable[int]) -> list[int | None]:
+    """The ids of parameters, by which their gradients are placed: of one that is given twice, only the first one."""
+    keys: list[int | None] = []
+    for i in leads:
+        key = id(given[i]) if i in region.fixed else None
+        keys.append(None if key in keys else key)
+    return keys
 
 
 def _sample_seed(output: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.memory import Lent, forget_memory, free_memory
-from pygraph_train.core.node import Delivery, replay
+from pygraph_train.core.node import Delivery, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
@@ -202,7 +202,7 @@ class PhaseRegions:
 
         def place_of(k: int, gradient: Tensor | None) -> Tensor | None:
             known = self.gradients.get(parameters[k] or 0) if self.delivers else None
-            fits = known is not None and gradient is not None and _looks(known) == _looks(gradient)
+            fits = known is not None and gradient is not None and looks(known) == looks(gradient)
             return known if fits else None
 
         def move(k: int, lead: Tensor) -> None:
@@ -606,7 +606,8 @@ class PhaseRegion:
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
         self._keyed = self._numbered is not None or bool(self._numbers)
-        self._delivered = frozenset(i for i in self.fixed if self.owner.delivers and given[i].is_leaf)
+        firsts = {id(given[i]): i for i in reversed(self._positions)}  # a parameter may be given twice
+        self._delivered = frozenset(i for i in firsts.values() if self.owner.delivers and given[i].is_leaf)
         self._learned = True
 
     def _key(self, given: Sequence[Any]) -> Any:
@@ -800,10 +801,6 @@ _INNER_GRADIENT = "gradients are asked for of a result from which another result
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor_version(tensor)
-
-
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _NoPart(Exception):

@@ -142,6 +142,28 @@ def test_a_parameter_is_swapped_for_another_one(run: Run) -> None:
         step(batch)
 
 
+@same_as_plain(replays=12, updates=8)
+def test_weights_are_tied_in_mid_run(run: Run) -> None:
+    """One parameter is then used in two places, and its gradient is the sum of both."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches(32)):
+        if number == 14:
+            model[2].weight = model[0].weight
+        step(batch)
+
+
+@same_as_plain(replays=8, updates=6)
+def test_a_weight_is_transposed_in_place(run: Run) -> None:
+    """Its memory stays where it is, and an update goes through it in another order."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches(32)):
+        if number == 14:
+            model[0].weight.data = model[0].weight.data.t()
+        step(batch)
+
+
 @same_as_plain(replays=15)
 def test_two_optimizers_for_two_parts(run: Run) -> None:
     model = Net()
