@@ -96,7 +96,7 @@ def _compiled(gm: GraphModule, examples: Sequence[Any], options: BackendOptions)
         engine = _engine_for(options, examples)
     if engine is None:
         return _inductor(gm, examples, options) if options.compile else gm.forward
-    return _Graph(gm, examples, options, engine)
+    return _Graph(gm, examples, options, engine).guarded()
 
 
 def _inductor(gm: GraphModule, examples: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -239,17 +240,17 @@ class Boundary:
         """Whether every further piece is made as the user wrote it."""
         return self._failures >= _MOST_FAILURES
 
-    def make(self, ours: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
-        """Make a piece of a step exactly once, `ours(*given)` or `plain(*given)`. Hot path.
+    def make(self, ours: Callable[..., Any], plain: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Make a piece of a step exactly once, by `ours` or by `plain` with these arguments. Hot path.
 
         Raises:
             PyGraphError: the library failed after it had begun what cannot be made twice.
         """
         if self._failures >= _MOST_FAILURES:
-            return plainly(plain, given)
+            return plainly(partial(plain, *given, **named))
         outer, here.progress = here.progress, (progress := _Progress())
         try:
-            return ours(*given)
+            return ours(*given, **named)
         except Exception as error:
             if isinstance(error, (PyGraphError, NotLegal)) or hasattr(error, "__pygraph_theirs__"):
                 raise
@@ -265,7 +266,7 @@ class Boundary:
                 self._failed(failed)
                 return progress.result
             if progress.began is None:
-                result = plainly(plain, given)
+                result = plainly(partial(plain, *given, **named))
                 self._failed(failed)
                 return result
             raise _unfinished(progress.began, failed) from failed
@@ -291,10 +292,10 @@ class Boundary:
             quietly(self._rest)
 
 
-def plainly(plain: Callable[..., Any], given: tuple[Any, ...] = ()) -> Any:
+def plainly(plain: Callable[[], Any]) -> Any:
     """The piece as the user wrote it, which raises by itself what the user's code raises."""
     try:
-        return plain(*given)
+        return plain()
     except _FOR_THE_USER:
         raise
     except Exception as error:

@@ -313,8 +313,8 @@ class PyGraphFabric:
     def _backward(
         self, stock: Callable[..., None], loss: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if self._loop is not None:
-            kwargs = self._loop.ends_of(loss, *args, **kwargs)
+        if (loop := self._loop) is not None:
+            quietly(lambda: kwargs.update(loop.ends_of(loss, *args, **kwargs)))
         stock(loss, module, *args, **kwargs)
 
     def _log_dict(self, stock: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
-from pygraph_train.core.node import made_directly
+from pygraph_train.boundary import SETTING_UP, UPDATE, arranged, executes, quietly, surely
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
@@ -216,13 +215,14 @@ class _FabricProgram(LossProgram):
         with self.context():
             return super().forward(call, args, kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        if self.scaling.on or not tried(lambda: made_directly(loss)):
-            self._fabric.backward(loss)
+    @property
+    def backward(self) -> Callable[[Tensor], object]:
+        return self._fabric.backward
 
     def transform_gradients(self) -> None:
         if not self._clipping.on:
             return self.scaling.unscale(in_kernels=True)
+        executes(UPDATE)
         found = self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
         if found is not None and self.norm is not None:
             self.norm.copy_(found)
@@ -231,13 +231,12 @@ class _FabricProgram(LossProgram):
 
     def update(self) -> None:
         assert self.optimizer is not None
+        executes(UPDATE)
         self._fabric.strategy.optimizer_step(self.optimizer)
 
-    def before_update(self) -> Callable[[], None]:
-        if not self._clipping.reads_on_host:
-            return super().before_update()
-        self.transform_gradients()
-        return self.update
+    def update_in_parts(self) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+        split = self._clipping.reads_on_host
+        return (self.transform_gradients, self.update) if split else super().update_in_parts()
 
     def extra_state(self) -> Iterable[Tensor]:
         yield from super().extra_state()

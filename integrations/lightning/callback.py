@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import (
+    BACKWARD,
     SETTING_UP,
     STEP,
+    UPDATE,
     Boundary,
     arranged,
     done,
@@ -246,9 +248,11 @@ class _AutomaticStep:
         precision = self._trainer.precision_plugin
         self._lightning_optimizer_step = precision.optimizer_step
         self._lightning_backward = precision.backward
-        ours = [(self._loop, "run", self.run), (precision, "optimizer_step", self._optimizer_step)]
-        ours.append((precision, "backward", self._backward))
-        self._patches.enter_context(standing_in(ours))
+        make = self._boundary.make
+        step = functools.partial(make, self._optimizer_step, precision.optimizer_step)
+        backward = functools.partial(make, self._backward, precision.backward)
+        ours = [(self._loop, "run", self.run), (precision, "optimizer_step", step)]
+        self._patches.enter_context(standing_in([*ours, (precision, "backward", backward)]))
         self._patches.callback(self._program.book.attach())
         self._patches.callback(overlapped_transfer(self._trainer))
 
@@ -354,6 +358,7 @@ class _AutomaticStep:
         others = self._program.scaling.on or args or kwargs or overrides(model, "backward")
         by = self._trainer.accumulate_grad_batches
         if others or loss is None or not tried(lambda: made_directly(loss, by, tensor)):
+            executes(BACKWARD)
             self._lightning_backward(tensor, model, optimizer, *args, **kwargs)
 
     def _logs_timed(self) -> AbstractContextManager[None]:
@@ -372,15 +377,6 @@ class _AutomaticStep:
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """In the place of the precision plugin's: what it does, with the end of it from a graph."""
-        stock = self._lightning_optimizer_step
-        return self._boundary.make(
-            lambda: self._make_optimizer_step(optimizer, model, closure, **kwargs),
-            lambda: stock(optimizer, model=model, closure=closure, **kwargs),
-        )
-
-    def _make_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
         step = self._step
         if step is None or kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
             executes(STEP)
@@ -392,12 +388,16 @@ class _AutomaticStep:
                 return closure()
 
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
+        between, body = self._program.update_in_parts(optimizer)
+        trainer = self._trainer
+        update = step.update(body, lambda: (trainer.gradient_clip_val, trainer.gradient_clip_algorithm))
         executes(STEP)
         result = closure()
         if result is None:  # the batch is skipped, and plugins differ in what remains to be done
             return self._lightning_optimizer_step(optimizer, model=model, closure=lambda: result)
-        body = self._program.before_update(optimizer)
-        step.update(body, (self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm))
+        if between is not None:
+            between()
+        update()
         return done(result)
 
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
@@ -495,24 +495,27 @@ class _LightningProgram(StepProgram):
     def _whole_update(self) -> None:
         assert self.optimizer is not None
         self.scaling.unscale(in_kernels=True)
-        # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
-        Precision.clip_gradients(
-            self._precision,
-            self.optimizer,
-            self._trainer.gradient_clip_val or 0,
-            self._trainer.gradient_clip_algorithm or "norm",  # type: ignore[arg-type]
-        )
+        if most := self._trainer.gradient_clip_val:
+            executes(UPDATE)
+            algorithm: Any = self._trainer.gradient_clip_algorithm or "norm"
+            # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
+            Precision.clip_gradients(self._precision, self.optimizer, most, algorithm)
         self.scaling.step()
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
+    def update_in_parts(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+        """What acts between backward and the optimizer, None for nothing, and the rest of the phase."""
         precision = self._precision
         if self.scaling.on:  # then nobody acts there, see `why_update_stays_outside`
-            return self._whole_update
+            return None, self._whole_update
         clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
-        with standing_in([] if clips else [(precision, "clip_gradients", nothing)]):
-            precision._after_closure(self.model, optimizer)
-        return self.scaling.step if clips else self._whole_update
+
+        def between() -> None:
+            with standing_in([] if clips else [(precision, "clip_gradients", nothing)]):
+                precision._after_closure(self.model, optimizer)
+
+        return between, self.scaling.step if clips else self._whole_update
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation

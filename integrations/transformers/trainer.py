@@ -39,7 +39,6 @@ from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.loss_program import plain_update
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
@@ -172,6 +171,8 @@ class _WholeStep:
             sync=replication.exchanges(update=update),
         )
         self._step = runner.begin(position)
+        accelerator = trainer.accelerator
+        others = accelerator.scaler is not None or "backward" in vars(accelerator)
 
         def run(call: Call) -> Tensor:
             with replication.micro_batch(sync=position.sync):
@@ -179,7 +180,8 @@ class _WholeStep:
                     executes(STEP)
                     return step(program.model, inputs)
                 loss = program.forward(call, (inputs, num_items))
-                program.backward(loss)
+                if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
+                    accelerator.backward(loss)
             return loss.detach()
 
         loss = runner.make(run)
@@ -220,14 +222,14 @@ class _WholeStep:
     def _optimizer_step(self, body: Callable[[], None]) -> None:
         """In the place of the optimizer's."""
         made = once(body)
-        self._boundary.make(lambda: self._update(made), lambda: plain_update(made))
+        self._boundary.make(lambda: self._update(made), made)
 
     def _update(self, body: Callable[[], None]) -> None:
         runner, step = self._runner, self._step
         if step is None:
             return body()
         assert runner is not None
-        step.update(body)
+        step.update(body)()
         done(None)
         self._end(runner, step)
         if runner.hopeless:
@@ -277,12 +279,6 @@ class _TrainerProgram(StepProgram):
         with self.as_outside(), self._trainer.compute_loss_context_manager():
             loss: Tensor = call(self._function, args, {})
         return loss / self.scale if self.scale != 1 else loss
-
-    def backward(self, loss: Tensor) -> None:
-        accelerator = self._trainer.accelerator
-        others = accelerator.scaler is not None or "backward" in vars(accelerator)
-        if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
-            accelerator.backward(loss)
 
 
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:

@@ -162,8 +162,8 @@ class PhaseRegions:
         made = SharedGraph(self, gm if parts is None else parts[0], examples)
         made.shared.end = end
         self.regions.append(made.shared)
-        rest = None if parts is None else runner(parts[1])
-        return made if rest is None else lambda *given: rest(*given, *made(*given))
+        call, rest = made.guarded(), None if parts is None else runner(parts[1])
+        return call if rest is None else lambda *given: rest(*given, *call(*given))
 
     @property
     def compiles(self) -> bool:
@@ -762,9 +762,11 @@ class SharedGraph:
         """Run it. Hot path."""
         key = None if self.first is None else id(given[self.first])
         region = self.regions.get(key)
-        if region is None:
-            region = surely(lambda: self.region_of(key, given), FORWARD)
-        return self.shared.owner.boundary.make(region, region.run_plainly, *given)
+        return (self.region_of(key, given) if region is None else region)(*given)
+
+    def guarded(self) -> Callable[..., Any]:
+        """What Dynamo gets: nothing of ours is called outside of the boundary."""
+        return functools.partial(self.shared.owner.boundary.make, self, self.shared.run_plainly)
 
     def region_of(self, key: int | None, given: Sequence[Any]) -> PhaseRegion:
         """That of a module that has none yet: the first one, or one that has taken its place, has the shared one."""

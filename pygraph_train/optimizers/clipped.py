@@ -22,18 +22,21 @@ class ClippedParameters:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.changes = 0
         self._model, self._optimizer = model, optimizer
         self._parameters: tuple[Tensor, ...] = ()
         self._others: list[Tensor] = []
-        self._look()
+        self.changes, self._traces = 0, -1
+        self.look()
+        self.changes = 0  # so far there were none
 
     def look(self) -> None:
         """Notice other parameters of the model: Dynamo has traced a forward that uses them. Hot path."""
-        if traces() != self._traces:
-            before = identities(self._parameters)
-            self._look()
-            self.changes += identities(self._parameters) != before
+        if (now := traces()) != self._traces:
+            found = tuple(self._model.parameters())
+            changed = identities(found) != identities(self._parameters)
+            self._others = not_optimized(self._model, self._optimizer)
+            self._parameters, self._traces = found, now  # only now: where it fails, all of this is done again
+            self.changes += changed
 
     def compare(self) -> None:
         """Notice which of them the optimizer holds now."""
@@ -43,8 +46,3 @@ class ClippedParameters:
     def others(self) -> bool:
         """Whether gradients count that the optimizer does not empty. Hot path."""
         return any(p.requires_grad or p.grad is not None for p in self._others)
-
-    def _look(self) -> None:
-        self._traces = traces()
-        self._parameters = tuple(self._model.parameters())
-        self._others = not_optimized(self._model, self._optimizer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, NumberWriter, RewritableGraph
+from pygraph_train.patches import nothing
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class LiveNumbers:
             for group, key, value in before:
                 group[key] = value
 
-    def follow(self, graph: Graph) -> Graph:
-        """The captured graph, whose replays read the hyperparameters anew.
+    def follow(self, graph: Graph) -> Callable[[], None]:
+        """What gives the captured graph the hyperparameters of now, to be called before each replay.
 
         Those of a group without gradients are in no operation, and change nothing.
 
@@ -102,18 +103,18 @@ class LiveNumbers:
             NumbersNotFound: a hyperparameter is not where it should be. The graph is of no use.
         """
         if not self._places:
-            return graph
+            return nothing
         assert isinstance(graph, RewritableGraph)
         marks = list(zip(self._places, self._marks, strict=True))
         sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
         places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
-        followed = _Following(graph, graph.numbers(sets, self._kernels), self, places)
+        following = _Following(graph.numbers(sets, self._kernels), self, places)
         try:
-            followed.write()  # a graph that takes no numbers is found out now
+            following.write()  # a graph that takes no numbers is found out now
         except RuntimeError as error:
             raise NumbersNotFound(str(error)) from error
         self._followed = True
-        return followed
+        return following.write
 
     def value(self, place: NumberPlace) -> Any:
         """What the user's optimizer has there now."""
@@ -131,17 +132,9 @@ class LiveNumbers:
 
 
 class _Following:
-    """A graph whose numbers follow the optimizer's groups."""
+    """The numbers of a graph that follow the optimizer's groups."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        writer: NumberWriter,
-        numbers: LiveNumbers,
-        places: Sequence[NumberPlace],
-    ) -> None:
-        self.nodes = graph.nodes
-        self._graph = graph
+    def __init__(self, writer: NumberWriter, numbers: LiveNumbers, places: Sequence[NumberPlace]) -> None:
         self._writer = writer
         self._numbers = numbers
         self._places = places
@@ -155,15 +148,6 @@ class _Following:
         if held != self._held:
             self._writer.write([float(self._numbers.value(place)) for place in self._places])
             self._held = held
-
-    def replay(self) -> None:
-        """Run the captured work with the hyperparameters of now."""
-        self.write()
-        self._graph.replay()
-
-    def close(self) -> None:
-        """Release the graph."""
-        self._graph.close()
 
 
 class _Baked:

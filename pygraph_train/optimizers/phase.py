@@ -106,9 +106,11 @@ class _CapturedUpdate:
         addresses: of the parameters.
         looks: of the gradients.
         inputs: the gradients.
+        follow: gives the graph the hyperparameters of now.
     """
 
     graph: Graph
+    follow: Callable[[], None]
     memory: Memory
     addresses: list[int]
     looks: tuple[Any, ...]
@@ -224,6 +226,7 @@ class OptimizerPhase:
         """The hot path: where the gradients are, the learning rate, launch."""
         capture.inputs.take(layout.present, layout.addresses)
         self._preparation.sync()
+        capture.follow()
         executes(UPDATE)
         capture.graph.replay()
         surely(lambda: capture.inputs.give_back(layout.present), UPDATE)
@@ -296,7 +299,7 @@ class OptimizerPhase:
             put_back()
         try:
             inputs.follow(graph)
-            graph = numbers.follow(graph)
+            follow = numbers.follow(graph)
         except (NumbersNotFound, IndirectionUnavailable) as error:
             graph.close()
             inputs.close()
@@ -310,6 +313,7 @@ class OptimizerPhase:
         preparation.remember()
         made = _CapturedUpdate(
             graph=graph,
+            follow=follow,
             memory=memory,
             addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
             looks=layout.looks,

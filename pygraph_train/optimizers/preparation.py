@@ -118,7 +118,9 @@ class OptimizerPreparation:
             optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
         ]
         if self._class in FUSED:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_each_step))
+            self._handles.append(
+                optimizer.register_step_pre_hook(functools.partial(surely, self._before_step, UPDATE))
+            )
         self._put_attributes_back = private_attributes_of(optimizer)
         self._note_homes()
         self._make_rates()
@@ -138,7 +140,7 @@ class OptimizerPreparation:
         if override is not None:
             return f"{name}.step was replaced by {_describe(override)}, which a replay would not run"
         for hook in chain.from_iterable(table.values() for table in self._step_hooks):
-            of_ours = isinstance(getattr(hook, "__self__", None), OptimizerPreparation)
+            of_ours = getattr(hook, "func", None) is surely
             if not of_ours and not hasattr(hook, "__pygraph_counts__"):  # `bench` counts replays as well
                 return f"the optimizer step hook {_describe(hook)} would not run in a replay"
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -331,10 +333,7 @@ class OptimizerPreparation:
             if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
                 rate.set(lr)
 
-    def _before_each_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        surely(lambda: self._before_step(optimizer), UPDATE)
-
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self) -> None:
         """Step pre hook: forced fused kernels must not refuse what the kernels of a plain run take."""
         forced = [group for group, key, _ in self._saved if key == "fused"]
         for group in forced:
@@ -346,14 +345,14 @@ class OptimizerPreparation:
             if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 what = "got sparse gradients" if sparse else "has no momentum yet for some parameters"
                 raise theirs(
-                    RuntimeError(f"{type(optimizer).__name__} {what}: run this step before a capture")
+                    RuntimeError(f"{type(self._optimizer).__name__} {what}: run this step before a capture")
                 )
             self._sparse |= sparse
             if sparse or group["dampening"] != 0:  # the first momentum is the gradient, not dampened
                 self._swap_out()
                 return
             for p in late:  # momentum * 0 + gradient: what a plain first step makes of it
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                self._optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def _without_momentum(self, params: list[Tensor]) -> list[Tensor]:
         """Those whose momentum fused SGD does not begin as plain kernels do.

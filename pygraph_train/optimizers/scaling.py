@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import UPDATE, executes
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import (
     scaler_notes,
@@ -50,11 +51,13 @@ class Scaling:
         """
         if self._scaler is not None and not (in_kernels and self.unscales_itself):
             assert self._optimizer is not None
+            executes(UPDATE)
             self._scaler.unscale_(self._optimizer)
 
     def step(self) -> None:
         """The optimizer's step, unless gradients overflowed, and the scaler's update."""
         assert self._optimizer is not None
+        executes(UPDATE)
         if self._scaler is None:
             self._optimizer.step()
         else:

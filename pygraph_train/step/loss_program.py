@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 
 from pygraph_train.boundary import (
     SETTING_UP,
-    STEP,
     UPDATE,
     Boundary,
     arranged,
@@ -44,6 +44,7 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
 
+_BACKWARD = operator.methodcaller("backward")
 SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
     "the function for the loss makes the backward itself",
@@ -212,7 +213,7 @@ class LossSteps(NotCopied):
             loss, result = program.forward(plain_call, args, kwargs)
             program.backward(loss)
             if update and optimizer is not None:
-                program.before_update()()
+                program.update_phase()
         self._pending = not update
         return result.detach() if type(result) is Tensor else detached_results(result)
 
@@ -273,13 +274,12 @@ class LossProgram(StepProgram):
         return self._step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        preparation = self._preparation
-        if call is plain_call and (preparation is None or not preparation.active):
-            executes(STEP)
-            return self.plain_forward(args, kwargs)
         # a step_fn that looks at its learning rate sees the Python number
         with self.as_outside():
-            return self._loss_of(call(self._step_fn, args, kwargs))
+            result = call(self._step_fn, args, kwargs)
+        if type(result) is Tensor and result.requires_grad and result.dim() == 0:
+            return result, result
+        return self._loss_of(result)
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """As the user's loop makes it, while nothing is prepared. Hot path."""
@@ -302,15 +302,17 @@ class LossProgram(StepProgram):
             )
         return loss, result
 
-    def backward(self, loss: Tensor) -> None:
-        if self.scaling.on or not tried(lambda: made_directly(loss)):
-            self.scaling.scale(loss).backward()
+    @property
+    def backward(self) -> Callable[[Tensor], object]:
+        """What makes the backward of a loss by autograd."""
+        return (lambda loss: self.scaling.scale(loss).backward()) if self.scaling.on else _BACKWARD
 
     def transform_gradients(self) -> None:
         if self.optimizer is None:
             return
         self.scaling.unscale()
         if self._max_grad_norm is not None:
+            executes(UPDATE)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
 
     def update(self) -> None:
@@ -338,11 +340,12 @@ class LossProgram(StepProgram):
         others = clipped.others()
         return ("clipped parameters", clipped.changes, others) if others or clipped.changes else ()
 
-    def before_update(self) -> Callable[[], None]:
-        """Run what acts between backward and the optimizer in Python. Returns what remains to be done of the phase."""
-        return self._update_phase
+    def update_in_parts(self) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+        """What acts between backward and the optimizer in Python, None for nothing, and the rest of the phase."""
+        return None, self.update_phase
 
-    def _update_phase(self) -> None:
+    def update_phase(self) -> None:
+        """Everything between the backward and the end of the step."""
         self.transform_gradients()
         self.update()
 
@@ -356,22 +359,28 @@ class LossProgram(StepProgram):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         position: PositionInAccumulation,
-        update: Callable[[Callable[[], None], Any], None],
+        update: Callable[[Callable[[], None], Callable[[], Any]], Callable[[], None]],
     ) -> Any:
-        """The whole step without a graph; `update` makes its optimizer phase."""
+        """The whole step without a graph; `update` gives what makes its optimizer phase, see `StepOfPhases.update`."""
         if self.optimizer is not None and position.fresh:
             _empty_gradients(self.optimizer)
+        # all of this now: nothing has happened yet that could not be made twice
+        backward, (between, body) = self.backward, self.update_in_parts()
+        make_update = update(body, lambda: (position.constants, self.constants()))
         with self.replication.micro_batch(sync=position.sync):
             loss, result = self.forward(call, args, kwargs)
             try:
-                self.backward(loss)
+                if self.scaling.on or not tried(lambda: made_directly(loss)):
+                    backward(loss)
             except RuntimeError as error:
                 if SECOND_BACKWARD in str(error):  # or it uses what an earlier step has computed
                     tell_once(f"Perhaps {BACKWARD_MADE}")
                 raise
         if position.update:
-            update(self.before_update(), (position.constants, self.constants()))
-        return detached_results(result)
+            if between is not None:
+                between()
+            make_update()
+        return result.detach() if type(result) is Tensor else detached_results(result)
 
 
 def _empty_gradients(optimizer: Any) -> None:
@@ -383,10 +392,9 @@ def _empty_gradients(optimizer: Any) -> None:
             p.grad = None
 
 
-def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
+def plain_update(body: Callable[[], None], constants: Callable[[], Any]) -> Callable[[], None]:
     """The optimizer phase as it is."""
-    executes(UPDATE)
-    body()
+    return body
 
 
 def _describe(value: Any) -> str:

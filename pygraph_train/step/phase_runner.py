@@ -7,9 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
-from pygraph_train.boundary import Boundary, once, quietly
+from pygraph_train.boundary import Boundary, done, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs.engine import Engine
@@ -179,12 +180,20 @@ class PhaseRunner:
             program, preparation, training.engine, training.config, training.report
         )
 
-    def update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
-        """The optimizer phase of a step."""
-        made = once(body)
-        self._boundary.make(lambda: self._make_update(step, made, constants), made)
+    def update(
+        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
+    ) -> Callable[[], None]:
+        """What makes the optimizer phase of a step."""
 
-    def _make_update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
+        def made() -> None:
+            body()
+            done(None)
+
+        return partial(self._boundary.make, partial(self._make_update, step, made, constants), made)
+
+    def _make_update(
+        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
+    ) -> None:
         training, phase = self._training, self._update_phase
         scaling = training.program.scaling
         if phase is None or self._preparation is None:
@@ -192,7 +201,7 @@ class PhaseRunner:
         if scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        phase.run(body, (constants, scaling.numbers()), step=training.step)
+        phase.run(body, (constants(), scaling.numbers()), step=training.step)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
@@ -318,9 +327,14 @@ class StepOfPhases:
         """Whether the update has to go through `update`."""
         return self._runner._update_phase is not None
 
-    def update(self, body: Callable[[], None], constants: Any = ()) -> None:
-        """Make the optimizer phase, from its own graph where there is one."""
-        self._runner.update(self, body, constants)
+    def update(self, body: Callable[[], None], constants: Callable[[], Any] = tuple) -> Callable[[], None]:
+        """What makes the optimizer phase, from its own graph where there is one. Nothing is executed yet.
+
+        Args:
+            body: the phase in Python, which says what it executes.
+            constants: what gives the Python values that a capture of `body` bakes in.
+        """
+        return self._runner.update(self, body, constants)
 
     def finish(self) -> None:
         """The step has ended, its update included."""

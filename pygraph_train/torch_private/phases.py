@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pygraph_train.boundary import FORWARD, surely
 from pygraph_train.torch_private.names import private
 
 HigherOrderOperator: Any = private("torch._ops.HigherOrderOperator")
@@ -150,7 +152,7 @@ def compiled_by(
         made = compiled(*given)
         for output in made:
             if isinstance(output, Tensor) and output.grad_fn is not None:
-                _say_nothing_is_donated(output.grad_fn)
+                surely(partial(_say_nothing_is_donated, output.grad_fn), FORWARD)
         return made
 
     return run
