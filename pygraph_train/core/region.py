@@ -520,7 +520,9 @@ class PhaseRegion:
         """An output that tells when a backward asks for its gradient: another tensor, which the graph does not use.
 
         It is a copy, because what changes a view in place takes its hooks away; and a view where memory is shared.
+        On torch 2.13 a copy of a DTensor adds up the parts of all processes.
         """
+        shared |= local_tensor(output) is not output
         other = output.view_as(output) if shared else output.clone()
         other.register_hook(self._hook(position, local_tensor(output).shape))
         return other

@@ -197,6 +197,8 @@ BLOCKS_IN_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "with split sequences": ({"sequence": True}, {"replays": 20, "updates": 0}),
     "accumulated": ({"accumulate": 2, "trap": "another shape"}, {"replays": 12, "updates": 0}),
     "in bf16": ({"bf16": True}, {"replays": 20, "updates": 0}),
+    "accumulated, of one shape": ({"accumulate": 2}, {"replays": 20, "updates": 0}),
+    "accumulated, of split sequences": ({"accumulate": 2, "sequence": True}, {"replays": 20, "updates": 0}),
     "with gates": ({"kind": "gates"}, {"replays": 20, "updates": 0}),
     "with gates around": ({"kind": "gates around"}, {"refused": "gradients would be added in another order"}),
     "with two heads": ({"kind": "heads"}, {"refused": "a backward of one of them would ask for more"}),
@@ -206,14 +208,20 @@ BLOCKS_IN_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS_IN_PARALLEL)
+@pytest.mark.slow_after(2)
 def test_blocks_in_tensor_parallelism(ranks: Ranks, name: str) -> None:
     options, expected = BLOCKS_IN_PARALLEL[name]
     trained(ranks, "tensor_parallel_blocks", options=options, **expected)
 
 
+@pytest.mark.parametrize("kind", ["", "heads", "sequence"])
 @pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail", "no memory for captures"])
-def test_blocks_in_tensor_parallelism_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: str) -> None:
-    trained(ranks, "tensor_parallel_blocks", options={"fails": fails}, refused="one rank cannot replay")
+@pytest.mark.quick
+def test_blocks_in_tensor_parallelism_one_rank_of_which_has_no_graphs(
+    ranks: Ranks, fails: str, kind: str
+) -> None:
+    options = {"fails": fails, "kind": kind, "sequence": kind == "sequence", "accumulate": 2}
+    trained(ranks, "tensor_parallel_blocks", options=options, refused="one rank cannot replay")
 
 
 def test_a_lightning_trainer_with_tensor_parallelism(ranks: Ranks) -> None:
