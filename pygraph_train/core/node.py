@@ -13,7 +13,7 @@ from torch import Tensor
 from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
-from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
     accumulation_of,
     add_all,
@@ -295,9 +295,9 @@ def _for_autograd(
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    copies = [None if t is None else torch.empty_like(t) for t in tensors]
+    copies = [None if t is None else as_part_of(t, torch.empty_like(local_tensor(t))) for t in tensors]
     if any(c is not None for c in copies):  # kernels for many tensors refuse none
-        copy_all([c for c in copies if c is not None], [t for t in tensors if t is not None])
+        copy_all(*(local_tensors([t for t in given if t is not None]) for given in (copies, tensors)))
     return copies
 
 

@@ -15,7 +15,7 @@ from pygraph_train.core.memory import free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
-from pygraph_train.torch_private.memory import borrower, copy_all
+from pygraph_train.torch_private.memory import as_part_of, borrower, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
@@ -112,10 +112,10 @@ class RecordedRegion:
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
         self._static = [self._static_of(t, i) for i, t in enumerate(given)]
-        self._overlap = [i for i in self._moving if overlaps_itself(self._static[i])]
+        self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
         self.lent = sorted(region.lent)
         # without a version: autograd must not take a new batch for a change of what it has saved
-        self._targets = [self._whole(i, self._static[i].data) for i in self._moving]
+        self._targets = [self._whole(i, local_tensor(self._static[i]).data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
@@ -141,8 +141,9 @@ class RecordedRegion:
         elif position in self.region.lent:
             static = self._lent.place(position, value)
         else:
-            place = torch.empty_like(span(value.detach()))
-            static = place.as_strided(value.shape, value.stride(), 0)
+            part = local_tensor(value.detach())
+            place = torch.empty_like(span(part))
+            static = as_part_of(value.detach(), place.as_strided(part.shape, part.stride(), 0))
         return static.requires_grad_(value.requires_grad)
 
     def _record(self, given: Sequence[Any]) -> None:
@@ -186,30 +187,35 @@ class RecordedRegion:
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
-        for output, how in zip(outputs, self._hand_out, strict=True):
+        for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
             plain = type(output) is Tensor and not (output.is_conj() or output.is_neg())
             if how is None and plain and output.numel():
                 # each replay's values are copied at once, so what follows may use the memory, and other recordings
                 output.data = borrower(output)()
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
-        seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
+        placed, among = self.region.placements, [i for i in self.differ if i in asked]
+        seeds = {i: _sample_seed(self._outputs[i].detach(), placed[i]) for i in among}
         graph, gradients = self._engine.capture(functools.partial(self._run_backward, seeds))
         self._graphs.append(graph)
-        homes = [g.detach() for g in gradients if g is not None]
+        unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
+        if self.region.owner.divided and any(unreached):
+            raise Unrecordable("one of its inputs gets no gradient")
+        homes = [local_tensor(g).detach() for g in gradients if g is not None]
         return _Backward(graph, seeds, gradients, homes, list(map(Tensor.data_ptr, homes)))
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
         if not isinstance(output, Tensor):
             return None
+        output, whole = local_tensor(output), output
         where = output.untyped_storage().data_ptr()
-        for i, static in enumerate(self._static):
-            if output is static:
+        for i, static in enumerate(map(local_tensor, self._static)):
+            if whole is self._static[i]:
                 return i
             if isinstance(static, Tensor) and static.untyped_storage().data_ptr() == where and where:
                 same = (static.shape, static.stride()) == (output.shape, output.stride())
-                if not same or static.data_ptr() != output.data_ptr() or output.requires_grad:
+                if not same or static.data_ptr() != output.data_ptr() or whole.requires_grad:
                     raise Unrecordable("it returns a view of one of its inputs")
                 return i
         return None
@@ -237,7 +243,7 @@ class RecordedRegion:
 
     def _load(self, given: Sequence[Any]) -> None:
         if self._moving:
-            copy_all(self._targets, [self._whole(i, given[i].detach()) for i in self._moving])
+            copy_all(self._targets, [self._whole(i, local_tensor(given[i]).detach()) for i in self._moving])
 
     def _whole(self, position: int, tensor: Tensor) -> Tensor:
         return span(tensor) if position in self._overlap else tensor
@@ -270,9 +276,9 @@ class RecordedRegion:
         executes(REPLAY)
         self._forward.replay()
         for i in self._written_back:
-            given[i].detach().copy_(self._static[i].detach())
+            local_tensor(given[i]).detach().copy_(local_tensor(self._static[i]).detach())
         return tuple(
-            (o.detach().clone() if isinstance(o, Tensor) else o) if how is None else given[how]
+            (_clone(o) if isinstance(o, Tensor) else o) if how is None else given[how]
             for o, how in zip(self._outputs, self._hand_out, strict=True)
         )
 
@@ -285,6 +291,8 @@ class RecordedRegion:
         """
         if keeps and self.gives_up:
             self.region.keep_activations()
+            return None
+        if any(getattr(g, "placements", None) != self.region.placements.get(i) for i, g in seeds.items()):
             return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None
@@ -302,10 +310,11 @@ class RecordedRegion:
         if backward is None:
             return self._another_backward(seeds)
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
-            copy_all(list(backward.seeds.values()), [seeds[i] for i in backward.seeds])
+            targets = local_tensors(list(backward.seeds.values()))
+            copy_all(targets, local_tensors([seeds[i] for i in backward.seeds]))
             backward.graph.replay()
             self._backed = self.generation
-        present = [g for g in backward.gradients if g is not None]
+        present = local_tensors([g for g in backward.gradients if g is not None])
         if list(map(Tensor.data_ptr, present)) != backward.addresses:
             for gradient, home in zip(present, backward.homes, strict=True):
                 gradient.data = home
@@ -377,12 +386,12 @@ class RecordedRegion:
         self.generation += 1
         self._load(given)
         self._forward.replay()
-        outputs = [o.detach().clone() if isinstance(o, Tensor) else o for o in self._outputs]
+        outputs = [_clone(o) if isinstance(o, Tensor) else o for o in self._outputs]
         written = [self._static[i].detach().clone() for i in self._written_back]
         gradients: list[Tensor | None] = []
         if asked:
             with self.region.as_in_backwards():
-                seeds = {i: _sample_seed(outputs[i]) for i in sorted(asked)}
+                seeds = {i: _sample_seed(outputs[i], self.region.placements.get(i)) for i in sorted(asked)}
                 gradients = self.replay_backward(self.backward_of(seeds), seeds)
         return [*outputs, *written], gradients
 
@@ -418,7 +427,7 @@ def run_plainly(
     if asked:
         if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
             return None
-        seeds = [_sample_seed(outputs[i].detach()) for i in sorted(asked)]
+        seeds = [_sample_seed(outputs[i].detach(), region.placements.get(i)) for i in sorted(asked)]
         keys = _keys_of(region, given, leads)
         with region.as_in_backwards(), region.owner.placing(keys, list(leads.values())) as gradients:
             torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
@@ -435,7 +444,12 @@ def _keys_of(region: PhaseRegion, given: Sequence[Any], leads: Iterable[int]) ->
     return keys
 
 
-def _sample_seed(output: Tensor) -> Tensor:
+def _clone(tensor: Tensor) -> Tensor:
+    return as_part_of(tensor, local_tensor(tensor).detach().clone())
+
+
+def _sample_seed(output: Tensor, placements: Any) -> Tensor:
     """The gradient of an output for a comparison: small numbers that differ."""
-    numbers = torch.arange(output.numel(), device=output.device) % 5 + 1
-    return numbers.to(output.dtype).view(output.shape)
+    part = local_tensor(output)
+    numbers = torch.arange(part.numel(), device=part.device) % 5 + 1
+    return as_part_of(output, numbers.to(part.dtype).view(part.shape), placements)

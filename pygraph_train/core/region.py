@@ -11,7 +11,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from pygraph_train.core.passes import (
     halves,
     prepared,
     runner,
+    stretches,
+    value_of,
     written_inputs,
 )
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
@@ -40,7 +42,8 @@ from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import copy_all, is_alone, tensor_version
+from pygraph_train.torch_private.dispatch import NoCollectives
+from pygraph_train.torch_private.memory import copy_all, is_alone, local_tensor, local_tensors, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
@@ -110,6 +113,7 @@ class PhaseRegions:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
         parts: in the present step, calls of regions.
         several: whether other processes train too.
+        divided, refused: whether graphs have DTensors, and whether one of these cannot be divided into parts.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -143,15 +147,28 @@ class PhaseRegions:
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
         self.pays: Callable[[float, float], bool] = lambda share, seconds: True
-        self.closed = False
+        self.closed = self.divided = self.refused = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        for reason, look in ((_CAUGHT, caught), (f"{_PART}: {COMMUNICATES}", communication)):
-            if (where := look(gm)) is not None:
+        end, talks, divided = end_of(gm), communication(gm), None
+        if any(hasattr(value_of(n), "placements") for n in gm.graph.nodes):
+            divided = None if self.delivers or self.compiles or self.refused else stretches(gm)
+            self.divided, self.refused = True, divided is None
+            talks = None if divided else talks or ""
+        for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks)):
+            if where is not None:
                 self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python
-        end = end_of(gm)
         self.leads |= end is not None
+        if divided is None:
+            return self._part(gm, examples, end)
+        parts, whole = divided
+        taken = {name: part.graph.find_nodes(op="placeholder") for name, part in parts.items()}
+        made = {name: self._part(parts[name], list(map(value_of, taken[name])), end) for name in parts}
+        return runner(GraphModule(made, whole))
+
+    def _part(self, gm: GraphModule, examples: Sequence[Any], end: Problem | None) -> Callable[..., Any]:
+        """What runs a graph in which no other process takes part."""
         if self.engine.device.type != "cpu" and (host := HostPart(gm)).any:
             return host.around(self._region(host.rest, host.examples(examples), end))
         return self._region(gm, examples, end)
@@ -296,6 +313,7 @@ class PhaseRegion:
         lent: positions of parameters that are gathered for each call.
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
+        placements: by the position of an output, those of its gradient, where that is a DTensor.
         keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
@@ -341,6 +359,7 @@ class PhaseRegion:
         self.written = set(self._writes)
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
+        self.placements: dict[int, Any] = {}
         self.keeps = False
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
@@ -472,7 +491,8 @@ class PhaseRegion:
         # versions tell of most writes, but not of running statistics
         watched = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         versions = [_version(given[i]) for i in watched]
-        copies = {i: given[i].detach().clone() for i in watched if not isinstance(given[i], nn.Parameter)}
+        values = {i: local_tensor(given[i]) for i in watched if not isinstance(given[i], nn.Parameter)}
+        copies = {i: t.detach().clone() for i, t in values.items()}
         executes(FORWARD)
         made = self.run(*given)
         numbered = self._numbered
@@ -480,7 +500,7 @@ class PhaseRegion:
         results = [t for t in made if isinstance(t, Tensor)]
         self.inference = self.owner.inference and bool(results) and not any(t.requires_grad for t in results)
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
-        self.written |= {i for i, c in copies.items() if not _same(given[i].detach(), c)}
+        self.written |= {i for i, c in copies.items() if not _same(values[i].detach(), c)}
         places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
@@ -501,17 +521,25 @@ class PhaseRegion:
         """An output that tells when a backward asks for its gradient: another tensor, which the graph does not use.
 
         It is a copy, because what changes a view in place takes its hooks away; and a view where memory is shared.
+        On torch 2.13 a copy of a DTensor adds up the parts of all processes.
         """
+        shared |= local_tensor(output) is not output
         other = output.view_as(output) if shared else output.clone()
-        other.register_hook(self._hook(position, held))
+        other.register_hook(self._hook(position, held, local_tensor(output).shape))
         return other
 
-    def _hook(self, position: int, held: Sequence[tuple[Tensor, int]]) -> Callable[[Tensor], None]:
+    def _hook(
+        self, position: int, held: Sequence[tuple[Tensor, int]], shape: torch.Size
+    ) -> Callable[[Tensor], None]:
         @untraced
         def asked(gradient: Tensor) -> None:
-            quietly(see)
+            quietly(lambda: see(gradient))
 
-        def see() -> None:
+        def see(gradient: Tensor) -> None:
+            placed = getattr(gradient, "placements", None)
+            known = self.placements.setdefault(position, placed)
+            if known != placed or local_tensor(gradient).shape != shape:
+                self._stays_plain(Problem("processes hold other parts of gradients than of results"))
             if self._asking and autocast_now(self.device) != self.autocast:
                 self._stays_plain(Problem("its backwards are called under several autocasts"))
             self.autocast = autocast_now(self.device)
@@ -580,14 +608,14 @@ class PhaseRegion:
     def _identity(self, given: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Of the fixed inputs: objects and addresses. Hot path. It keeps no tensor alive."""
         held = list(map(given.__getitem__, self._positions))
-        return list(map(id, held)), list(map(Tensor.data_ptr, held))
+        return list(map(id, held)), list(map(Tensor.data_ptr, local_tensors(held)))
 
     def _learn(self, given: Sequence[Any]) -> None:
         """The roles of the inputs."""
         trained = set(map(id, self.owner.tensors()))
         tensors = [(i, t) for i, t in enumerate(given) if isinstance(t, Tensor)]
         for _, t in tensors:
-            if t.layout is not torch.strided or type(t) not in (Tensor, nn.Parameter):
+            if t.layout is not torch.strided or type(local_tensor(t)) not in (Tensor, nn.Parameter):
                 raise Unrecordable(f"one of its inputs is a {type(t).__name__} of layout {t.layout}")
             if t.device.type != self.device:
                 raise Unrecordable(f"one of its inputs is on the {t.device.type}")
@@ -605,16 +633,15 @@ class PhaseRegion:
         self._known = self._identity(given)
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
-        self._keyed = self._numbered is not None or bool(self._numbers)
+        self._keyed = self._numbered is not None or bool(self._numbers) or self.owner.divided
         firsts = {id(given[i]): i for i in reversed(self._positions)}  # a parameter may be given twice
         self._delivered = frozenset(i for i in firsts.values() if self.owner.delivers and given[i].is_leaf)
         self._learned = True
 
     def _key(self, given: Sequence[Any]) -> Any:
-        return (
-            *map(given.__getitem__, self._numbers),
-            *((given[i].shape, given[i].stride()) for i in self._moving),
-        )
+        moving = [given[i] for i in self._moving]
+        tensors = moving if (parts := local_tensors(moving)) is moving else [*moving, *parts]
+        return *map(given.__getitem__, self._numbers), *((t.shape, t.stride()) for t in tensors)
 
     # -- recording and comparing ------------------------------------------------------------------------
 
@@ -627,10 +654,11 @@ class PhaseRegion:
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
         owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
         # before there is a graph, whose memory would come on top
-        known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
-        with torch.inference_mode(False), self._undone(given):
-            gc.collect(1)  # what the run without a graph has left
-            slot = RecordedRegion(self, given)
+        with NoCollectives() if owner.divided else nullcontext():
+            known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
+            with torch.inference_mode(False), self._undone(given):
+                gc.collect(1)  # what the run without a graph has left
+                slot = RecordedRegion(self, given)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
@@ -817,6 +845,7 @@ def _inner(gm: GraphModule) -> list[int]:
 
 
 def _place(tensor: Tensor) -> int:
+    tensor = local_tensor(tensor)
     if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
         return id(tensor)  # wrapper classes have no memory of their own
     return tensor.untyped_storage().data_ptr()

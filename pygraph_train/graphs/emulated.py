@@ -30,6 +30,7 @@ from pygraph_train.torch_private.dispatch import (
     OpOverload,
     TorchDispatchMode,
     below_autograd,
+    computes_shapes,
     has_no_memory,
     no_torch_function,
     writes_arguments,
@@ -284,7 +285,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(t is FakeTensor for t in types):
+        if computes_shapes() or any(t is FakeTensor for t in types):
             return func(*args, **(kwargs or {}))  # shapes are computed, and nothing else
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a tensor subclass unwraps itself, its inner operations come back here

@@ -18,7 +18,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import around_forward
 from pygraph_train.torch_private.memory import local_tensor
 
-_DTENSORS = Problem(
+DTENSORS = Problem(
     "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within forward and "
     "backward"
 )
@@ -115,7 +115,7 @@ def replication_of(model: nn.Module) -> Replication:
             return _Shards("FSDP", [m for m in blocks if not any(map(_is_split_twice, m.parameters()))])
     if any(local_tensor(p) is not p for p in model.parameters()):
         found = _Shards("DTensor")
-        found.problem = _DTENSORS
+        found.problem = DTENSORS
         return found
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     if wrapper is not None:

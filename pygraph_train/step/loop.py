@@ -25,7 +25,7 @@ from pygraph_train.core.node import leaves_of, made_directly
 from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel.replication import Replication, replication_of
+from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
@@ -157,7 +157,8 @@ class Loop:
             module = module.module
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
-        problem = (None if replication.blocks else replication.problem) or compiled_part(module)
+        refused = None if replication.blocks or replication.problem is DTENSORS else replication.problem
+        problem = refused or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:

@@ -119,7 +119,7 @@ class ModuleCall:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._called:
             return self._first(args, kwargs)
-        if not self._may_replay():
+        if self.regions.refused or not self._may_replay():
             return done(self._plainly(args, kwargs))
         self.calls += 1
         self.regions.end = None

@@ -32,6 +32,24 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 """The class of tensors that have a shape and no values. (2.11 to 2.15)"""
 
+
+class NoCollectives(TorchDispatchMode):
+    """Inside, an operation in which other processes take part raises before they notice (torch 2.11 to 2.15)."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wraps = any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types)
+        if wraps and FakeTensor not in types:
+            return NotImplemented  # its operations on plain tensors come back here
+        if "c10d" in operation.namespace:
+            raise RuntimeError("other processes take part in an operation of it")
+        return operation(*args, **(kwargs or {}))
+
+
+def computes_shapes() -> bool:
+    """Whether operations give FakeTensors now, as where a DTensor looks for the shape of a result (2.11 to 2.15)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 OpOverload: Any = private("torch._ops.OpOverload")
 """The class of ordinary operators, as dispatch modes get them beside higher-order ones. (2.11 to 2.15)"""
 

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -70,13 +70,21 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def as_part_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor. What a DTensor holds is waited for where other processes are still sending it (2.11 to 2.15)."""
+    part: Any = local_tensor(tensor)
+    if hasattr(part, "wait"):
+        cast(Any, tensor)._local_tensor = part.wait()
+    return tensor
+
+
+def as_part_of(tensor: torch.Tensor, part: torch.Tensor, placements: Any = None) -> torch.Tensor:
     """A DTensor like this one, of which this process holds that part; the part itself where it is none."""
     whole: Any = tensor
     if local_tensor(tensor) is tensor:
         return part
     like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return whole.from_local(part, whole.device_mesh, whole.placements, **like)  # type: ignore[no-any-return]
+    return whole.from_local(part, whole.device_mesh, placements or whole.placements, **like)  # type: ignore[no-any-return]
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -18,8 +18,13 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
@@ -529,6 +534,114 @@ def tensor_parallel(
     step = run.step(step_fn, model=model, optimizer=optimizer, **given)
     for batch in batches(24):
         step(*batch)
+
+
+class Attention(nn.Module):
+    """And an MLP, of which each rank has a part of the heads and of the width.
+
+    Args:
+        kind: with "gates" that read what attention reads as well, with "gates around", or whose heads "exchange".
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        q, k, v = (m(normed).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if self.kind == "gates around":
+            mixed = mixed * normed.mean() * normed.sigmoid().sum()
+        x = x + self.dropout(self.o(mixed))
+        if self.kind.startswith("gates"):
+            x = x * normed.sigmoid() * normed.square()
+        inner = functional.gelu(self.up(self.second(x)))
+        if self.kind == "exchange":
+            split = DTensor.from_local(inner, self.mesh, [Shard(-1)])
+            inner = (split - split.mean(-1, keepdim=True)).redistribute(placements=[Shard(-1)]).to_local()
+        return x + self.down(inner)
+
+
+class Heads(nn.Module):
+    """Of which a backward asks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x).tanh(), self.other(x).tanh()
+
+
+def tensor_parallel_blocks(
+    run: Run,
+    rank: int,
+    *,
+    sequence: bool = False,
+    shard: bool = False,
+    fails: str = "",
+    accumulate: int = 1,
+    bf16: bool = False,
+    kind: str = "",
+    trap: str = "",
+) -> None:
+    """A transformer, whose step makes its backward and its update itself. `sequence` splits what lies between too."""
+    names = ("data", "tensor")
+    mesh = distributed.init_device_mesh("cpu", (2, 1) if shard else (1, 2), mesh_dim_names=names)
+    blocks = [Attention(kind) for _ in range(2)]
+    enters = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
+    leaves = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+    plan = {"q": enters, "k": enters, "v": enters, "o": leaves, "up": enters, "down": leaves}
+    if sequence:
+        plan |= {"first": SequenceParallel(), "second": SequenceParallel()}
+    for block in blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+        block.mesh = mesh["tensor"]
+    model = nn.Sequential(nn.Linear(6, 8), *blocks, Heads() if kind == "heads" else nn.Linear(8, 3))
+    if kind == "heads":
+        parallelize_module(model[-1], mesh["tensor"], {"one": enters, "other": enters})
+    if shard:
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh["data"])
+    optimizer = adamw(model, fused=False)
+    of: Any = blocks[0].q.weight.device_mesh
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        x = x[:, None] * torch.arange(1, 5)[:, None]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            made = model(x.chunk(2, 1)[rank] if sequence else x)
+        if kind == "heads":
+            made = made[number % 3 == 2]
+        loss = cross_entropy(made.mean(1).float(), y)
+        loss.backward()
+        if update:
+            alike = [
+                p for p in model.parameters() if getattr(p, "device_mesh", None) == of and p.grad is not None
+            ]
+            nn.utils.clip_grad_norm_(alike, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    with failing(run, rank, fails):
+        step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+        for number, (x, y) in enumerate(batches(32)):
+            rows = 4 if trap and number % 7 == 3 else 8
+            update = (number + 1) % accumulate == 0
+            step(x[:rows], y[:rows])
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    run.note(
+                        f"{name} {number} {getattr(p.grad, 'placements', None)}",
+                        getattr(p.grad, "_local_tensor", p.grad),
+                    )
+            if number % 10 == 9:
+                with torch.no_grad():
+                    run.note("evaluation", model.eval()(x[:, None].expand(-1, 2, -1)))
+                model.train()
 
 
 def a_lightning_trainer(

@@ -178,9 +178,9 @@ def test_a_model_in_fsdp1(ranks: Ranks, by_hand: bool) -> None:
 
 
 TENSOR_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "as it is": ({}, {"replays": 0, "updates": 12}),
-    "by hand": ({"by_hand": True}, {"replays": 0, "updates": 12}),
-    "clipped": ({"clip": 0.5}, {"replays": 0}),
+    "as it is": ({}, {"replays": 12, "updates": 12}),
+    "by hand": ({"by_hand": True}, {"replays": 12, "updates": 12}),
+    "clipped": ({"clip": 0.5}, {"replays": 12, "updates": 0}),
     "inside of FSDP2": ({"by_hand": True, "shard": True}, {"replays": 0, "updates": 12}),
     "beside layers that each rank has": ({"by_hand": True, "beside": True}, {"replays": 12, "updates": 0}),
 }
@@ -192,9 +192,41 @@ def test_tensor_parallelism(ranks: Ranks, name: str) -> None:
     trained(ranks, "tensor_parallel", options=options, **expected)
 
 
+BLOCKS_IN_PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as they are": ({}, {"replays": 20, "updates": 0}),
+    "with split sequences": ({"sequence": True}, {"replays": 20, "updates": 0}),
+    "accumulated": ({"accumulate": 2, "trap": "another shape"}, {"replays": 12, "updates": 0}),
+    "in bf16": ({"bf16": True}, {"replays": 20, "updates": 0}),
+    "accumulated, of one shape": ({"accumulate": 2}, {"replays": 20, "updates": 0}),
+    "accumulated, of split sequences": ({"accumulate": 2, "sequence": True}, {"replays": 20, "updates": 0}),
+    "with gates": ({"kind": "gates"}, {"replays": 20, "updates": 0}),
+    "with gates around": ({"kind": "gates around"}, {"refused": "gradients would be added in another order"}),
+    "with two heads": ({"kind": "heads"}, {"refused": "a backward of one of them would ask for more"}),
+    "whose heads exchange": ({"kind": "exchange"}, {"refused": "an operation on DTensors exchanges parts"}),
+    "inside of FSDP2": ({"shard": True}, {"replays": 0, "updates": 0}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_IN_PARALLEL)
+@pytest.mark.slow_after(2)
+def test_blocks_in_tensor_parallelism(ranks: Ranks, name: str) -> None:
+    options, expected = BLOCKS_IN_PARALLEL[name]
+    trained(ranks, "tensor_parallel_blocks", options=options, **expected)
+
+
+@pytest.mark.parametrize("kind", ["", "heads", "sequence"])
+@pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail", "no memory for captures"])
+@pytest.mark.quick
+def test_blocks_in_tensor_parallelism_one_rank_of_which_has_no_graphs(
+    ranks: Ranks, fails: str, kind: str
+) -> None:
+    options = {"fails": fails, "kind": kind, "sequence": kind == "sequence", "accumulate": 2}
+    trained(ranks, "tensor_parallel_blocks", options=options, refused="one rank cannot replay")
+
+
 def test_a_lightning_trainer_with_tensor_parallelism(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
-    trained(ranks, "a_lightning_trainer", options={"tensor": True}, replays=0, updates=12)
+    trained(ranks, "a_lightning_trainer", options={"tensor": True}, replays=12, updates=12)
 
 
 def test_a_lightning_trainer(ranks: Ranks) -> None:
