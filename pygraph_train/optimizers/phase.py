@@ -20,6 +20,7 @@ from pygraph_train.boundary import UPDATE, done, executes, surely, taken_back
 from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Memory, free_memory
+from pygraph_train.core.passes import COMMUNICATES
 from pygraph_train.graphs.engine import (
     Engine,
     Graph,
@@ -66,6 +67,12 @@ _NO_GRADIENT = (
 )
 
 _grad = operator.attrgetter("grad")
+
+
+def _placed(tensor: Tensor) -> Any:
+    """Where a DTensor lies, None for other tensors."""
+    return getattr(tensor, "placements", None)
+
 
 _dtype = operator.attrgetter("dtype")
 
@@ -272,7 +279,9 @@ class OptimizerPhase:
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
             self.problem = _outside(reason)
             return None
-        self.problem = None
+        if any(_placed(g) != _placed(p) for p, g in zip(parameters, gradients, strict=True) if g is not None):
+            self.problem = _outside(COMMUNICATES)  # the parts of a sum, which the update adds up
+            return None
         preparation.settle(self._engine)
         try:
             inputs = self._inputs(layout.present)
