@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -220,6 +221,12 @@ class Chooser:
 
 
 _ON = 'forward="on" makes graphs all the same'
+
+
+def pays_of(chooser: Chooser) -> Callable[[float, float], bool]:
+    """`Chooser.pays` for regions. Dynamo keeps these, so they do not keep the chooser; all pays without one."""
+    known = weakref.WeakMethod(chooser.pays)
+    return lambda share, seconds: (pays := known()) is None or pays(share, seconds)
 
 
 def chooser_for(

@@ -6,10 +6,8 @@ What loops of Accelerate, Fabric, the transformers Trainer and manual optimizati
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -37,7 +35,7 @@ from pygraph_train.report.announcements import (
     tell_why_off,
 )
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.step.chooser import Chooser, chooser_for
+from pygraph_train.step.chooser import Chooser, chooser_for, pays_of
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
@@ -58,12 +56,6 @@ and reduce around each block, graphs save little more than its forward (BERT on 
 """
 
 _PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
-
-
-def _pays(chooser: weakref.ref[Chooser], share: float, seconds: float) -> bool:
-    """See `Chooser.pays`."""
-    alive = chooser()
-    return alive is None or alive.pays(share, seconds)
 
 
 class Loop:
@@ -178,8 +170,7 @@ class Loop:
                 call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
                 if self._chooser is not None:
                     call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
-                    # Dynamo keeps regions, which must not keep the loop
-                    call.regions.pays = functools.partial(_pays, weakref.ref(self._chooser))
+                    call.regions.pays = pays_of(self._chooser)
                 self._calls.add(call)
 
     def take_optimizer(

@@ -21,7 +21,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.chooser import chooser_for
+from pygraph_train.step.chooser import chooser_for, pays_of
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
@@ -70,7 +70,7 @@ class PhaseRunner:
         self._hopeless = self._silent = 0
         self._chooser = chooser_for(config, engine, report.timed, training.left)
         if self._chooser is not None:
-            self._regions.pays = lambda *given: known()._chooser.pays(*given)
+            self._regions.pays = pays_of(self._chooser)
         report.runs_with(SEPARATE)
         if config.forward == "off":
             report.note(FORWARD_IS_OFF)
