@@ -471,6 +471,8 @@ class PhaseRegion:
 
     def _delivered_now(self, given: Sequence[Any]) -> frozenset[int] | None:
         """The inputs whose gradients are delivered, none with hooks. None where these forbid a replay. Hot path."""
+        if not (self._delivered or self.owner.several):
+            return self._delivered
         held = list(map(given.__getitem__, self._positions))
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
