@@ -15,7 +15,14 @@ from pygraph_train.core.memory import free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
-from pygraph_train.torch_private.memory import as_part_of, borrower, copy_all, local_tensor, local_tensors
+from pygraph_train.torch_private.memory import (
+    as_part_of,
+    borrower,
+    copy_all,
+    local_tensor,
+    local_tensors,
+    placements_of,
+)
 from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
@@ -292,7 +299,7 @@ class RecordedRegion:
         if keeps and self.gives_up:
             self.region.keep_activations()
             return None
-        if any(getattr(g, "placements", None) != self.region.placements.get(i) for i, g in seeds.items()):
+        if any(placements_of(g) != self.region.placements.get(i) for i, g in seeds.items()):
             return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None

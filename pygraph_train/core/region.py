@@ -43,7 +43,14 @@ from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.dispatch import NoCollectives
-from pygraph_train.torch_private.memory import copy_all, is_alone, local_tensor, local_tensors, tensor_version
+from pygraph_train.torch_private.memory import (
+    copy_all,
+    is_alone,
+    local_tensor,
+    local_tensors,
+    placements_of,
+    tensor_version,
+)
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
@@ -538,7 +545,7 @@ class PhaseRegion:
             quietly(lambda: see(gradient))
 
         def see(gradient: Tensor) -> None:
-            placed = getattr(gradient, "placements", None)
+            placed = placements_of(gradient)
             known = self.placements.setdefault(position, placed)
             if known != placed or local_tensor(gradient).shape != shape:
                 self._stays_plain(Problem("processes hold other parts of gradients than of results"))

@@ -35,7 +35,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import as_part_of, local_tensors
+from pygraph_train.torch_private.memory import as_part_of, local_tensors, placements_of
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 log = logging.getLogger("pygraph_train")
@@ -67,12 +67,6 @@ _NO_GRADIENT = (
 )
 
 _grad = operator.attrgetter("grad")
-
-
-def _placed(tensor: Tensor) -> Any:
-    """Where a DTensor lies, None for other tensors."""
-    return getattr(tensor, "placements", None)
-
 
 _dtype = operator.attrgetter("dtype")
 
@@ -279,7 +273,11 @@ class OptimizerPhase:
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
             self.problem = _outside(reason)
             return None
-        if any(_placed(g) != _placed(p) for p, g in zip(parameters, gradients, strict=True) if g is not None):
+        if any(
+            placements_of(g) != placements_of(p)
+            for p, g in zip(parameters, gradients, strict=True)
+            if g is not None
+        ):
             self.problem = _outside(COMMUNICATES)  # the parts of a sum, which the update adds up
             return None
         preparation.settle(self._engine)

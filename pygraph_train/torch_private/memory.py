@@ -64,6 +64,11 @@ def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
     return _over(address, nbytes, place, kind)
 
 
+def placements_of(tensor: torch.Tensor) -> Any:
+    """Where the parts of a DTensor lie, None for any other tensor."""
+    return getattr(tensor, "placements", None)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
