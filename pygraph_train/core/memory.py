@@ -85,6 +85,11 @@ def free_memory(engine: Engine) -> Memory:
     return found
 
 
+def idle_memory(engine: Engine) -> Memory | None:
+    """As `free_memory`, but memory that graphs use; None where all of it is pending."""
+    return next((m for m in _memories.get(engine, ()) if m.free and m.pool is not None), None)
+
+
 def forget_memory(engine: Engine) -> None:
     """Graphs of an engine were closed: what no other graph uses goes back to the device."""
     for memory in _memories.get(engine, ()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import RecordedRegion
+from pygraph_train.core.recording import Slot
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
@@ -191,7 +191,7 @@ class _Way(torch.autograd.Function):
         return None, *surely(ctx.way().arrived, BACKWARD)
 
 
-def _stream_of(slot: RecordedRegion) -> Any:
+def _stream_of(slot: Slot) -> Any:
     """The present stream of a slot's device; None on a CPU."""
     device = slot.region.owner.engine.device
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -203,7 +203,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        slot: RecordedRegion,
+        slot: Slot,
         given: Sequence[Any],
         delivery: Delivery,
         delivered: Sequence[int],
@@ -232,7 +232,7 @@ class _Replay(torch.autograd.Function):
                 raise RuntimeError("Trying to backward through the graph a second time")
         except RuntimeError as error:
             raise theirs(error)  # noqa: B904
-        slot: RecordedRegion = ctx.slot
+        slot: Slot = ctx.slot
         seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
         if not torch.is_grad_enabled() and slot.generation == ctx.generation:
             return surely(lambda: _made_backward(ctx, slot, seeds), BACKWARD)
@@ -247,7 +247,7 @@ class _Replay(torch.autograd.Function):
         return _for_autograd(ctx, found)
 
 
-def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> Any:
+def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     """The gradients of what `_Replay.forward` takes. It may be made twice: what is delivered is handed over last."""
     delivery, parameters = ctx.delivery, ctx.parameters
     delivery.begin()
@@ -257,8 +257,7 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     if not keeps:
         ctx.token = None
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
-    if backward is not None:
-        slot.region.backwards += 1
+    slot.region.backwards += backward is not None and slot.recorded
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
@@ -302,7 +301,7 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def replay(
-    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: frozenset[int], *, leads: bool
+    slot: Slot, given: Sequence[Any], delivery: Delivery, of: frozenset[int], *, leads: bool
 ) -> list[Any]:
     """Replay the forward of a slot.
 
@@ -361,7 +360,7 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
         return False
     found = _gradients_of(node, backward, seeds)
     node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
-    node.slot.region.backwards += 1
+    node.slot.region.backwards += node.slot.recorded
     node.token = None
     return True
 

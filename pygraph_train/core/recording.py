@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import REPLAY, executes
-from pygraph_train.core.memory import free_memory
+from pygraph_train.boundary import FORWARD, REPLAY, executes
+from pygraph_train.core.memory import Memory, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
@@ -29,6 +29,9 @@ from pygraph_train.verification import Audits
 if TYPE_CHECKING:
     from pygraph_train.core.node import Way
     from pygraph_train.core.region import PhaseRegion
+
+Slot: TypeAlias = "RecordedRegion | UnrecordedCall"
+"""What `node.replay` takes."""
 
 _DRAWN = ("torch", OF_DEVICES)
 
@@ -87,7 +90,153 @@ class _Backward(NamedTuple):
     addresses: list[int]
 
 
-class RecordedRegion:
+class RegionCall:
+    """A forward of a region whose backward may come, on inputs of its own: `node.replay` calls it.
+
+    Args:
+        region: whose graph it is.
+        given: the inputs.
+        memory: in which none is pending.
+
+    Attributes:
+        leads: positions of inputs that get gradients.
+        lent: see `PhaseRegion`.
+        differ: positions of outputs that require gradients.
+        region: whose graph it is.
+        generation: grows with each forward.
+        ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
+        recorded: whether forward and backward come from graphs.
+    """
+
+    recorded = True
+    differ: list[int]
+
+    def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
+        self.region, self.generation = region, 0
+        self._autocast = autocast_now(region.device)
+        self._engine, self._memory = region.owner.engine, memory
+        tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
+        self._moving = [i for i in tensors if i not in region.fixed]
+        self.lent = sorted(region.lent)
+        self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
+        self._keys = _keys_of(region, given, self.leads)
+        self._static: list[Any] = []
+        self._outputs: Sequence[Any] = []
+        self._routes: dict[frozenset[int], tuple[list[int], list[int]]] = {}
+        self.ways: dict[frozenset[int], Way] = {}
+
+    def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
+        """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""
+        known = self._routes.get(of)
+        if known is None:
+            delivered = [k for k, i in enumerate(self.leads) if i in of]
+            known = self._routes[of] = delivered, [k for k, i in enumerate(self.leads) if i not in of]
+        return known
+
+    def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+        """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
+        outputs = [self._outputs[i] for i in seeds]
+        leads = [self._static[i] for i in self.leads]
+        return list(
+            torch.autograd.grad(outputs, leads, list(seeds.values()), retain_graph=True, allow_unused=True)
+        )
+
+    def differentiable(
+        self, parameters: Sequence[Tensor], seeds: dict[int, Tensor]
+    ) -> Sequence[Tensor | None] | None:
+        """Gradients of `leads` that can be differentiated: the forward is made once more, from now on without a graph.
+
+        Args:
+            parameters: those that lead to gradients.
+            seeds: see `replay_backward`.
+        Returns:
+            None where another forward would not be the same one: it writes something, or draws random numbers.
+        """
+        if self.region.written:
+            return None
+        given = [t.clone() if i in self._moving else t for i, t in enumerate(self._static)]
+        for i, p in zip(self.leads, parameters, strict=True):
+            given[i] = p
+        before = HostRandomState(_DRAWN)
+        with torch.autocast(self.region.device, self._autocast, enabled=self._autocast is not None):
+            outputs = self.region.run(*given)
+        if before.moved(HostRandomState(_DRAWN)):
+            before.restore()
+            return None
+        self.region.differentiated_twice()
+        asked = [outputs[i] for i in seeds]
+        return torch.autograd.grad(
+            asked, parameters, list(seeds.values()), create_graph=True, allow_unused=True
+        )
+
+
+class UnrecordedCall(RegionCall):
+    """One forward without a graph, and its backward, in the memory of those that have graphs.
+
+    Elsewhere rare shapes would need as much memory again, and their gradients would lie beside those of graphs.
+
+    Attributes:
+        gradients: where those of `leads` will lie, None where nobody has a place for them.
+    """
+
+    recorded = False
+
+    def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
+        super().__init__(region, given, memory)
+        self.gradients = [region.owner.gradients.get(key or 0) for key in self._keys]
+
+    def replay_forward(self, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
+        """See `RecordedRegion.replay_forward`. Results are copies, as they are of a replay."""
+        self._static = [_as_leaf(value, i in self.region.fixed) for i, value in enumerate(given)]
+        known = {id(static): value for static, value in zip(self._static, given, strict=True)}
+        places = {_place_of(self._static[i]) for i, value in enumerate(given) if isinstance(value, Tensor)}
+        self._memory.hold(token)
+        executes(FORWARD)
+        with self._memory.used(self._engine), torch.enable_grad():
+            self._outputs = self.region.run(*self._static)
+        self.differ = [i for i, o in enumerate(self._outputs) if isinstance(o, Tensor) and o.requires_grad]
+        made: list[Any] = []
+        for output in self._outputs:
+            if not isinstance(output, Tensor) or id(output) in known:
+                made.append(known.get(id(output), output))
+            else:
+                made.append(output.detach() if _place_of(output) in places else _clone(output))
+        return tuple(made)
+
+    def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> UnrecordedCall | None:
+        """See `RecordedRegion.backward_of`."""
+        region = self.region
+        usual = frozenset(seeds) in region.asked and autocast_now(region.device) == region.autocast
+        return self if usual and not keeps else None
+
+    def reload(self, parameters: Sequence[Tensor]) -> None:
+        """See `RecordedRegion.reload`: no parameters are lent."""
+
+    def replay_backward(self, backward: object, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+        """See `RecordedRegion.replay_backward`."""
+        if backward is None:
+            return self._another_backward(seeds)
+        owner, leads = self.region.owner, [self._static[i] for i in self.leads]
+        outputs = [self._outputs[i] for i in seeds]
+        with (
+            self._memory.used(self._engine),
+            self.region.as_in_backwards(),
+            owner.placing(self._keys, leads) as found,
+        ):
+            torch.autograd.backward(outputs, list(seeds.values()), inputs=leads)
+        self._outputs, self._static = [], []  # with what they need of the memory
+        for k, (key, place) in enumerate(zip(self._keys, self.gradients, strict=True)):
+            if (
+                owner.delivers
+                and key is not None
+                and found[k] is not place
+                and (lies := found[k]) is not None
+            ):
+                found[k] = lies.clone()
+        return found
+
+
+class RecordedRegion(RegionCall):
     """A forward and a backward at fixed addresses.
 
     The forward is recorded with autograd on, and the backward is the one of that autograd graph: the kernels and their
@@ -98,42 +247,26 @@ class RecordedRegion:
         given: the inputs of the call in which it is recorded.
 
     Attributes:
-        leads: positions of inputs that get gradients.
-        lent: see `PhaseRegion`.
-        differ: positions of outputs that require gradients.
-        region: whose graph it is.
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
-        generation: grows with each replay of the forward.
         audits: when it is compared once more; set by who has recorded it.
-        ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
     """
 
     audits: Audits
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
-        self.generation = 0
-        self._autocast = autocast_now(region.device)
-        self.region, self._engine = region, region.owner.engine
+        super().__init__(region, given, free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
-        self._memory = free_memory(region.owner.engine)
-        tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
-        self._moving = [i for i in tensors if i not in region.fixed]
         self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
-        self.lent = sorted(region.lent)
         # without a version: autograd must not take a new batch for a change of what it has saved
         self._targets = [self._whole(i, local_tensor(self._static[i]).data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
-        self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
-        self._keys = _keys_of(region, given, self.leads)
         self.gives_up = len(region.asked) == 1 and not region.keeps
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
-        self._routes: dict[frozenset[int], tuple[list[int], list[int]]] = {}
-        self.ways: dict[frozenset[int], Way] = {}
         try:
             self._record(given)
         except BaseException:
@@ -260,14 +393,6 @@ class RecordedRegion:
         if parameters:
             copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
-    def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
-        """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""
-        known = self._routes.get(of)
-        if known is None:
-            delivered = [k for k, i in enumerate(self.leads) if i in of]
-            known = self._routes[of] = delivered, [k for k, i in enumerate(self.leads) if i not in of]
-        return known
-
     # -- replays --------------------------------------------------------------------------------------
 
     def replay_forward(self, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
@@ -327,42 +452,6 @@ class RecordedRegion:
                 gradient.data = home
         return backward.gradients
 
-    def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
-        """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
-        outputs = [self._outputs[i] for i in seeds]
-        leads = [self._static[i] for i in self.leads]
-        return list(
-            torch.autograd.grad(outputs, leads, list(seeds.values()), retain_graph=True, allow_unused=True)
-        )
-
-    def differentiable(
-        self, parameters: Sequence[Tensor], seeds: dict[int, Tensor]
-    ) -> Sequence[Tensor | None] | None:
-        """Gradients of `leads` that can be differentiated: the forward is made once more, from now on without a graph.
-
-        Args:
-            parameters: those that lead to gradients.
-            seeds: see `replay_backward`.
-        Returns:
-            None where another forward would not be the same one: it writes something, or draws random numbers.
-        """
-        if self.region.written:
-            return None
-        given = [t.clone() if i in self._moving else t for i, t in enumerate(self._static)]
-        for i, p in zip(self.leads, parameters, strict=True):
-            given[i] = p
-        before = HostRandomState(_DRAWN)
-        with torch.autocast(self.region.device, self._autocast, enabled=self._autocast is not None):
-            outputs = self.region.run(*given)
-        if before.moved(HostRandomState(_DRAWN)):
-            before.restore()
-            return None
-        self.region.differentiated_twice()
-        asked = [outputs[i] for i in seeds]
-        return torch.autograd.grad(
-            asked, parameters, list(seeds.values()), create_graph=True, allow_unused=True
-        )
-
     @property
     def free(self) -> bool:
         """Whether no backward can come any more of what was recorded in the same memory."""
@@ -403,6 +492,20 @@ class RecordedRegion:
         return [*outputs, *written], gradients
 
 
+def _as_leaf(value: Any, fixed: bool, *, copied: bool = False) -> Any:
+    """What stands for an input, and leads to its gradient alone."""
+    if not isinstance(value, Tensor):
+        return value
+    leaf = value.detach().clone() if copied else value.detach()
+    if not fixed:
+        leaf = leaf.view_as(leaf)  # autocast keeps casts of leaves that are no views, as parameters are
+    return leaf.requires_grad_(value.requires_grad)
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
 def run_plainly(
     region: PhaseRegion, given: Sequence[Any], asked: frozenset[int]
 ) -> tuple[list[Any], list[Tensor | None]] | None:
@@ -414,15 +517,8 @@ def run_plainly(
     """
     moving = {i for i in region.written if i not in region.fixed}
 
-    def copied(value: Any, position: int) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        copy = value.detach().clone() if position in moving else value.detach()
-        if position not in region.fixed and position not in region.lent:
-            copy = copy.view_as(copy)  # autocast keeps casts of leaves that are no views, as parameters are
-        return copy.requires_grad_(value.requires_grad)
-
-    inputs = [copied(t, i) for i, t in enumerate(given)]
+    stay = region.fixed | region.lent
+    inputs = [_as_leaf(t, i in stay, copied=i in moving) for i, t in enumerate(given)]
     leads = {
         i: t
         for i, t in enumerate(inputs)

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import Lent, forget_memory, free_memory
+from pygraph_train.core.memory import Lent, forget_memory, free_memory, idle_memory
 from pygraph_train.core.node import Delivery, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
@@ -35,7 +35,13 @@ from pygraph_train.core.passes import (
     value_of,
     written_inputs,
 )
-from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.core.recording import (
+    RecordedRegion,
+    Slot,
+    Unrecordable,
+    UnrecordedCall,
+    run_plainly,
+)
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.parallel.replication import several_processes
@@ -462,9 +468,12 @@ class PhaseRegion:
             return made
         if slot is None or (delivered := self._delivered_now(inputs)) is None:
             return self.run_plainly(*given)
-        self.replays += 1
-        owner.replays += 1
-        owner.end = self.end
+        if slot.recorded:
+            self.replays += 1
+            owner.replays += 1
+            owner.end = self.end
+        else:
+            owner.plain += self.counts
         made = replay(slot, inputs, owner.delivery, delivered, leads=owner.leads)
         if (numbered := self._numbered) is None:
             return made
@@ -570,7 +579,7 @@ class PhaseRegion:
 
     # -- which recording serves a call ------------------------------------------------------------------
 
-    def _slot_for(self, given: Sequence[Any]) -> RecordedRegion | None:
+    def _slot_for(self, given: Sequence[Any]) -> Slot | None:
         if not self._learned:
             self._learn(given)
         elif (now := self._identity(given)) != self._known:
@@ -594,10 +603,10 @@ class PhaseRegion:
         if slots is None:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):
                 self.owner.tell(_TOO_MANY)
-                return None
+                return self._unrecorded(given)
             if self.slots and not self._pays(key):
                 self.owner.tell(RARE)
-                return None
+                return self._unrecorded(given)
             slots = self.slots[key] = []
         for slot in slots:
             if slot.free:
@@ -607,6 +616,14 @@ class PhaseRegion:
         slot = self._record(given)
         slots.append(slot)
         return slot
+
+    def _unrecorded(self, given: Sequence[Any]) -> UnrecordedCall | None:
+        """What makes a call without a graph in the memory of graphs, None where that is in use or would not do."""
+        owner = self.owner
+        memory = idle_memory(owner.engine)
+        if memory is None or self.inference or owner.lent or owner.divided or owner.config.backward == "off":
+            return None
+        return UnrecordedCall(self, given, memory)
 
     def _pays(self, key: Any) -> bool:
         """Whether a recording for further shapes saves more than it takes, if they come as often as so far."""

@@ -196,6 +196,36 @@ def test_every_batch_has_another_length(run: Run) -> None:
         step(torch.arange(4 * length).view(4, length) % 20)
 
 
+@same_as_plain(replays=12, max_signatures=1)
+def test_further_shapes_run_without_graphs_of_their_own(run: Run) -> None:
+    """They compute where graphs do: running statistics, random numbers and sums of micro-batches stay right."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    kept = []
+    for number, (x, y) in enumerate(batches(60)):
+        rows = 8 if number < 20 or number % 3 else 5
+        small = step.accumulate if number % 7 == 6 else step
+        kept.append(small((x[:rows], y[:rows])))
+    run.note("losses", kept)
+
+
+@same_as_plain(replays=8, updates=0, max_signatures=1)
+def test_further_shapes_in_a_loop_that_keeps_graphs(run: Run) -> None:
+    """Two forwards before their backward, a backward that is asked for twice, and one that nobody calls."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    call, optimizer = run.compile(model), adamw(model)
+    for number, (x, y) in enumerate(batches(50)):
+        rows = 8 if number < 20 or number % 3 else 5
+        one, other = (cross_entropy(call(x[k : k + rows]), y[k : k + rows]) for k in (0, 8 - rows))
+        if number % 5 == 4:
+            one.backward(retain_graph=True)
+        (one + other).backward()
+        call(x[:rows])
+        optimizer.step()
+        run.note("losses", (one, other))
+        optimizer.zero_grad()
+
+
 @same_as_plain(replays=12)
 def test_the_number_of_rows_enters_the_loss(run: Run) -> None:
     model = Net()
