@@ -104,7 +104,8 @@ class Numbers:
         graph.output(tuple(copy.get(n, n) if isinstance(n, Node) else n for n in outputs if n not in roots))
         self.body = GraphModule(gm, graph)
         wanted = [key[0] for key in self._slots] + [outputs[i] for i in self._known]
-        self._computed = self._function(nodes, placeholders, roots, wanted)
+        self._computed = self._function(nodes, placeholders, roots, wanted) if wanted else None
+        self._all_kept = len(kept) == len(placeholders)
 
     @staticmethod
     def _stands(node: Node, roots: dict[Node, frozenset[Node]]) -> bool:
@@ -149,8 +150,10 @@ class Numbers:
         made: Callable[..., Sequence[Any]] = GraphModule(torch.nn.Module(), graph).forward
         return made
 
-    def inputs(self, given: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """The inputs of `body`, and the numbers among the outputs."""
+    def inputs(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The inputs of `body`, and the numbers among the outputs. Hot path."""
+        if self._computed is None:
+            return given if self._all_kept else [given[i] for i in self._kept], ()
         values = list(given)
         for i in self._read:
             values[i] = values[i].item()

@@ -89,6 +89,7 @@ class ModuleCall:
         given = engine, config, lambda: tensors_of(known()), tell, boundary
         self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
+        self._compiled.sizes.rows = not self.regions.compiles  # kernels of Inductor would be slower
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
         self.spent: list[float] = []
@@ -101,6 +102,7 @@ class ModuleCall:
             return self._call(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
+            quietly(lambda: self._compiled.sizes.look(self._module, args, kwargs))
             began = time.perf_counter()
             made = self._call(self._module, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
@@ -110,6 +112,7 @@ class ModuleCall:
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call, in which caches of the user's code fill, and parts that the user compiled are traced."""
         before, self._called = traces_of_others(), True
+        quietly(lambda: self._compiled.sizes.look(self._module, args, kwargs))
         made = done(self._plainly(args, kwargs))
         if traces_of_others() != before:
             self._tell(COMPILED_PART)

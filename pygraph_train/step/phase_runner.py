@@ -97,10 +97,13 @@ class PhaseRunner:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
             regions.end = None
-            call = self._call if self._may_replay() else plain_call
+            early = self.timing or self._training.step == 1
+            call = self._call if self._may_replay() else self._early_call if early else plain_call
             config = self._training.config
-            early = self._training.step <= config.warmup_steps or (self.timing and config.optimizer != "on")
-            if not (self._prepared or early):
+            untouched = self._training.step <= config.warmup_steps or (
+                self.timing and config.optimizer != "on"
+            )
+            if not (self._prepared or untouched):
                 self._prepare()
             if self._training.step > 1:
                 if not self.timing:
@@ -151,14 +154,25 @@ class PhaseRunner:
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the step's function through `torch.compile`. Hot path."""
-        if self._compiled is None or self._compiled.fn != fn:
-            self._compiled = CompiledFunction(fn, self._regions)
-        chooser = self._chooser
-        self._compiled.settled = chooser is not None and chooser.settled
-        made = self._compiled(*args, **kwargs)
+        chooser, compiled = self._chooser, self._compiled
+        if compiled is None or compiled.fn != fn:
+            compiled = self._function(fn)
+        compiled.settled = chooser is not None and chooser.settled
+        made = compiled(*args, **kwargs)
         if chooser is not None and chooser.misses(self._regions.parts):
             left_untraced()
         return made
+
+    def _early_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it as it is, before Dynamo traces it."""
+        quietly(lambda: self._function(fn).sizes.look(args, kwargs))
+        return plain_call(fn, args, kwargs)
+
+    def _function(self, fn: Callable[..., Any]) -> CompiledFunction:
+        if self._compiled is None or self._compiled.fn != fn:
+            self._compiled = CompiledFunction(fn, self._regions)
+            self._compiled.sizes.rows = not self._regions.compiles  # kernels of Inductor would be slower
+        return self._compiled
 
     # -- the update --------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from pygraph_train.patches import not_collecting, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
+from pygraph_train.trees import tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,8 +157,8 @@ def _prepare_trace() -> None:
         _here.device = torch.get_default_device().type
         changes.callback(setattr, _here, "device", None)
         _here.settings = changes
-        growing = _here.called[-1].growing.left_to_python
-        for around in (*_AROUND_A_TRACE, growing):
+        function = _here.called[-1]
+        for around in (*_AROUND_A_TRACE, function.growing.left_to_python, function.sizes.dynamic):
             quietly(lambda around=around: changes.enter_context(around()))  # type: ignore[misc]
     _here.traces += 1
     _here.others += not _here.called
@@ -338,6 +339,49 @@ def traces_of_others() -> int:
     return _here.others
 
 
+class Sizes:
+    """Sizes of the tensors that one function is given, by which Dynamo makes numbers of those that change.
+
+    Attributes:
+        given: the arguments of the present call.
+        rows: whether the number of rows changes, as with the last batch of an epoch.
+    """
+
+    def __init__(self) -> None:
+        self.given: Any = ()
+        self.rows = True
+        self._shapes: list[torch.Size] = []
+        self._changed: set[tuple[int, int]] = set()
+
+    def look(self, *given: Any) -> list[torch.Tensor]:
+        """See which sizes differ from those of the call before. Returns the tensors among the arguments."""
+        tensors = [t for t in tensors_in(given) if not isinstance(t, torch.nn.Parameter)]
+        before, self._shapes = self._shapes, [t.shape for t in tensors]
+        pairs = enumerate(zip(before, self._shapes, strict=False))
+        self._changed |= {
+            (k, d) for k, two in pairs for d, (a, b) in enumerate(zip(*two, strict=False)) if a != b
+        }
+        return tensors
+
+    @contextmanager
+    def dynamic(self) -> Iterator[None]:
+        """Around a trace: sizes that change are numbers from the first trace on, so that it needs no second one.
+
+        (2.11 to 2.15)
+        """
+        marked: list[tuple[torch.Tensor, set[str]]] = []
+        for k, tensor in enumerate(self.look(self.given) if self.rows else ()):
+            before = set(vars(tensor))
+            for d, size in enumerate(tensor.shape):
+                if size > 1 and (d == 0 or (k, d) in self._changed):
+                    torch._dynamo.maybe_mark_dynamic(tensor, d)
+            marked.append((tensor, vars(tensor).keys() - before))
+        yield
+        for tensor, names in marked:
+            for name in names:
+                delattr(tensor, name)
+
+
 class CompiledFunction:
     """A function that `torch.compile` has prepared.
 
@@ -348,11 +392,12 @@ class CompiledFunction:
 
     Attributes:
         settled: whether what was not traced before runs as it is written.
+        sizes: those of batches that change.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
         self.fn, self.settled = fn, False
-        self.growing = Growing()
+        self.growing, self.sizes = Growing(), Sizes()
         self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
@@ -368,6 +413,7 @@ class CompiledFunction:
             quietly(_tell_dynamo)
             compiled = self._compile(_copied(self.fn))
         here.called.append(self)
+        self.sizes.given = args, kwargs
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
@@ -383,6 +429,7 @@ class CompiledFunction:
             raise
         finally:
             here.called.pop()
+            self.sizes.given = ()
             if here.settings is not None and not here.called:
                 settings, here.settings = here.settings, None
                 settings.close()

@@ -157,7 +157,7 @@ def test_weights_are_tied_in_mid_run(run: Run) -> None:
 def test_a_weight_is_transposed_in_place(run: Run) -> None:
     """Its memory stays where it is, and an update goes through it in another order."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model, fused=False))
     for number, batch in enumerate(batches(32)):
         if number == 14:
             model[0].weight.data = model[0].weight.data.t()

@@ -18,13 +18,26 @@ pytestmark = [
 ]
 
 
-def test_a_tensor_on_the_cpu_is_found() -> None:
+def test_a_tensor_that_is_sent_to_the_device_is_no_obstacle() -> None:
+    """Each step sends it in front of its graph."""
     model = nn.Linear(4, 3).cuda()
-    scale = torch.ones(1 << 20)  # too large to be copied anew whenever it has changed
+    scale = torch.ones(1 << 20)
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
         return loss * scale.to("cuda").sum()
+
+    found = explain(step_fn, torch.randn(6, 4), model=model, optimizer=adamw(model))
+    assert found.plan == "{F} {B} {O}" and not found.obstacles, found
+
+
+def test_what_is_fetched_from_the_device_is_found() -> None:
+    model = nn.Linear(4, 3).cuda()
+
+    def step_fn(x: Tensor) -> Tensor:
+        made = model(x)
+        largest = made.detach().cpu().max()
+        return (made / largest.to("cuda")).square().mean()
 
     found = explain(step_fn, torch.randn(6, 4), model=model, optimizer=adamw(model))
     assert found.plan == "F B {O}" and [str(p.where).startswith(__file__) for p in found.obstacles] == [

@@ -33,3 +33,22 @@ def test_results_of_many_shapes_share_memory() -> None:
     assert step.report().to_dict()["phases_from_graphs"]["F"] >= 3 * len(lengths)
     all_logits = sum(lengths) * 4 << 16  # bytes
     assert reserved[-1] - reserved[1] < all_logits / 2
+
+
+def test_rare_shapes_compute_in_the_memory_of_graphs() -> None:
+    """A batch with fewer rows needs no memory beside that of the graphs for others, nor do its gradients."""
+    torch.compiler.reset()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(16)]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+    step = GraphedStep(
+        lambda x: model(x).square().mean(), model=model, optimizer=optimizer, forward="on", max_signatures=1
+    )
+    reserved = []
+    for rows in (8192, 8000, 7000, 6000):  # the first two have graphs: the second one is traced anew
+        for _ in range(5):
+            step(torch.randn(rows, 1024, device="cuda"))
+        reserved.append(torch.cuda.memory_reserved())
+    phases = step.report().to_dict()["phases_from_graphs"]
+    assert phases["F"] >= 4 and phases["O"] >= 12, step.report()
+    activations = 16 * 6000 * 1024 * 4  # bytes
+    assert reserved[-1] - reserved[1] < activations / 4, reserved

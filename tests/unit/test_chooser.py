@@ -351,14 +351,27 @@ def _rarely_different(
 
 @pytest.mark.parametrize("make", [_graphed, _accelerated])
 def test_a_loop_traces_no_rare_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with fewer rows run as they are written, and nothing is traced for them."""
+    """Steps with a single row run as they are written, and nothing is traced for them."""
     _choose(monkeypatch, 1e-4, 1e-5)
 
     def different(rare: bool) -> torch.Tensor:
-        return torch.randn(2 if rare else 3, 4)
+        return torch.randn(1 if rare else 3, 4)
 
     report = _rarely_different(make, _small(), _small(), torch.optim.SGD, different)
     assert RARE.reason in str(report["fallbacks"])
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+def test_the_last_batch_of_an_epoch_takes_no_trace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that have changed before the first trace, and the number of rows, are numbers in it."""
+    _choose(monkeypatch, 1e-2, 1e-3)
+    model = _small()
+    step, _ = make(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    traced = []
+    for n in range(1, 41):
+        step(torch.randn(2 if n % 10 == 9 else 3, 4 + n % 2, 4))
+        traced.append(sum(torch._dynamo.utils.counters["frames"].values()))
+    assert traced[0] < traced[5] == traced[-1]
 
 
 @pytest.mark.parametrize("make", [_graphed, _accelerated])
