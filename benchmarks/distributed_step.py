@@ -20,6 +20,8 @@ import accelerate
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
 import pygraph_train
@@ -28,7 +30,7 @@ from benchmarks.record import print_table, write_json
 from benchmarks.workloads import WORKLOADS, Batch, Workload, build
 from pygraph_train import GraphedStep, PyGraph
 
-LOOPS = ("ddp", "ddp-accumulate", "fsdp")
+LOOPS = ("ddp", "ddp-accumulate", "fsdp", "tp")
 WAYS = ("plain", "ours")
 
 
@@ -42,7 +44,7 @@ def measure(model: str, loop: str, way: str, args: argparse.Namespace) -> dict[s
         batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
         torch.manual_seed(distributed.get_rank())
         options = {} if args.device == "cuda" else {"engine": "emulated"}
-        made = sharded if loop == "fsdp" else replicated
+        made = {"fsdp": sharded, "tp": divided}.get(loop, replicated)
         step, module, report = made(workload, module, 2 if "accumulate" in loop else 1, way, options)
         losses, seconds = [], []
         for batch in itertools.islice(itertools.cycle(batches), args.steps):
@@ -89,6 +91,22 @@ def replicated(workload: Workload, module: nn.Module, accumulate: int, way: str,
     return step, prepared, lambda: accelerator.pygraph.report().to_dict() if way == "ours" else None
 
 
+def divided(workload: Workload, module: nn.Module, accumulate: int, way: str, options: Any) -> Any:
+    """A plain loop: each process computes a part of the heads and of the width of all layers of a Llama."""
+    kind = "cpu" if "engine" in options else "cuda"
+    mesh = distributed.init_device_mesh(kind, (distributed.get_world_size(),))
+    for layer in module.model.layers:
+        first = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        second = ("self_attn.o_proj", "mlp.down_proj")
+        plan = {name: ColwiseParallel() for name in first} | {name: RowwiseParallel() for name in second}
+        parallelize_module(layer, mesh, plan)
+    parts: list[list[nn.Parameter]] = [[], []]  # kernels for many tensors take no mixture
+    for p in module.parameters():
+        parts[isinstance(p, DTensor)].append(p)
+    optimizer = AdamW([{"params": part} for part in parts], 1e-4, fused=True)
+    return by_hand(workload, module, optimizer, way, options, clips=False)
+
+
 def sharded(workload: Workload, module: nn.Module, accumulate: int, way: str, options: Any) -> Any:
     """A plain loop: each block of the longest list of blocks is a unit of `fully_shard`, and so is the rest."""
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
@@ -97,12 +115,20 @@ def sharded(workload: Workload, module: nn.Module, accumulate: int, way: str, op
             fully_shard(block)
     fully_shard(module)
     optimizer = AdamW(module.parameters(), 1e-4, fused=True)
+    return by_hand(workload, module, optimizer, way, options, clips=True)
+
+
+def by_hand(
+    workload: Workload, module: nn.Module, optimizer: AdamW, way: str, options: Any, *, clips: bool
+) -> Any:
+    """A step of a plain loop, with bf16 autocast."""
 
     def step(batch: Batch) -> Tensor:
         with torch.autocast(next(iter(batch.values())).device.type, dtype=torch.bfloat16):
             loss = workload.loss(module, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        if clips:
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -116,7 +142,7 @@ def sharded(workload: Workload, module: nn.Module, accumulate: int, way: str, op
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("--models", default="bert,gpt2", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--models", default="bert,gpt2,llama", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--loops", default=",".join(LOOPS), help="comma-separated (default: all)")
     parser.add_argument("--steps", type=int, default=120, help="batches of a row")
     parser.add_argument("--timeout-s", type=int, default=120, help="limit of one row")
@@ -136,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     record = new_record("distributed_step", args) | {"ranks": distributed.get_world_size(), "rows": rows}
     for model, loop, way in itertools.product(args.models, args.loops, WAYS):
+        if loop == "tp" and model != "llama":
+            continue
         rows.append(measure(model, loop, way, args))
         if first:
             write_json(args.json, record)

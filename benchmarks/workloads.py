@@ -116,6 +116,25 @@ def gpt2(scale: Scale = "full") -> Workload:
     return Workload(GPT2LMHeadModel(config).train(), token_batches(2, 8, 64), language_loss)
 
 
+def llama(scale: Scale = "full") -> Workload:
+    """A language model as Llama is, of the size of GPT-2 small, 4 x 256 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers, heads, vocabulary = (768, 12, 12, 8192) if scale == "full" else (16, 2, 2, 64)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    size = (4, 256, 1000) if scale == "full" else (2, 8, 64)
+    return Workload(LlamaForCausalLM(config).train(), token_batches(*size), language_loss)
+
+
 def xlnet(scale: Scale = "full") -> Workload:
     """XLNet-base language model, 8 x 128 tokens: forward makes a CPU tensor, which blocks naive capture."""
     from transformers import XLNetConfig, XLNetLMHeadModel
@@ -152,7 +171,7 @@ def _timm(name: str, *, batch: int, resolution: int, **options: int) -> Workload
 
 
 WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
-    f.__name__: f for f in (mlp, bert, gpt2, xlnet, vit_small, mobilenetv3)
+    f.__name__: f for f in (mlp, bert, gpt2, llama, xlnet, vit_small, mobilenetv3)
 }
 
 

@@ -155,7 +155,7 @@ def test_weights_are_tied_in_mid_run(run: Run) -> None:
 
 @same_as_plain(replays=8, updates=6)
 def test_a_weight_is_transposed_in_place(run: Run) -> None:
-    """Its memory stays where it is, and an update goes through it in another order. Fused kernels of CUDA refuse that."""
+    """Its memory stays, and an update goes through it in another order. Fused kernels of CUDA refuse that."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     step = run.step(loss_of(model), model=model, optimizer=sgd(model, fused=DEVICE == "cpu"))
     for number, batch in enumerate(batches(32)):
