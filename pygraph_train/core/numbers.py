@@ -105,7 +105,7 @@ class Numbers:
         self.body = GraphModule(gm, graph)
         wanted = [key[0] for key in self._slots] + [outputs[i] for i in self._known]
         self._computed = self._function(nodes, placeholders, roots, wanted) if wanted else None
-        self._all_kept = len(kept) == len(placeholders)
+        self._all_kept = not (wanted or self._read) and len(kept) == len(placeholders)
 
     @staticmethod
     def _stands(node: Node, roots: dict[Node, frozenset[Node]]) -> bool:
@@ -152,12 +152,12 @@ class Numbers:
 
     def inputs(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The inputs of `body`, and the numbers among the outputs. Hot path."""
-        if self._computed is None:
-            return given if self._all_kept else [given[i] for i in self._kept], ()
+        if self._all_kept:
+            return given, ()
         values = list(given)
         for i in self._read:
             values[i] = values[i].item()
-        computed = self._computed(*values)
+        computed = () if self._computed is None else self._computed(*values)
         numbers = [_in_tensor(key, v) for key, v in zip(self._slots, computed, strict=False)]
         return [values[i] for i in self._kept] + numbers, computed[len(self._slots) :]
 
