@@ -408,6 +408,9 @@ class PhaseRegion:
 
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason
+        self.counts &= (
+            not self.inference or torch.is_grad_enabled()
+        )  # a teacher's call is no forward of the step
         self.close(but_pending=True)
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 

@@ -322,6 +322,7 @@ class Loop:
             r.report_to(report, self._steps)
         for call in self._calls:
             called, call.calls = called or call.calls > 0, 0
+            call.steady, call.without = call.steady + 1 if call.without else 0, 0
             call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0
             if call.hopeless == HOPELESS:
                 call.remove()

@@ -27,6 +27,11 @@ from pygraph_train.torch_private.stock_dynamo import (
     traces_of_others,
 )
 
+_STEADY = 8
+"""Steps in a row that call a module without gradients, after which such a call is a part of the step: a teacher's, or
+that of a reference. An evaluation lies between two steps.
+"""
+
 HOPELESS = 3
 """Steps in a row in which no part may have a graph, after which forward and backward run as they are written: the
 graphs that Dynamo makes are slower.
@@ -46,7 +51,7 @@ def compiled_part(module: nn.Module) -> Problem | None:
 
 
 class ModuleCall:
-    """Calls a module through `torch.compile` while gradients are wanted, and as it is otherwise.
+    """Calls a module through `torch.compile` where that is a part of each training step, and as it is otherwise.
 
     The module stays the object that the user made, and holds this object: both go when nobody else needs the module.
 
@@ -66,6 +71,8 @@ class ModuleCall:
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile`; the loop sets it back.
         held: so many further calls with gradients run it as it is.
+        without: how often it was called without gradients; the loop sets it back.
+        steady: how many steps in a row have called it so.
         spent: seconds of the host in each of them; the loop empties it.
         hopeless: steps in a row in which no part of it may have a graph.
     """
@@ -91,14 +98,18 @@ class ModuleCall:
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
         self._compiled.sizes.rows = not self.regions.compiles  # kernels of Inductor would be slower
         self._called = self._initialized = self.paused = False
-        self.calls = self.held = self.hopeless = 0
+        self.calls = self.held = self.hopeless = self.without = self.steady = 0
         self.spent: list[float] = []
         set_call_of(module, self, within=self.within)
         weakref.finalize(self, self.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
-        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            self.without += 1
+            if self.steady < _STEADY or self.held or self.within or torch.is_inference_mode_enabled():
+                return self._call(self._module, *args, **kwargs)
+        if self.paused or torch.compiler.is_compiling():
             return self._call(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1

@@ -46,6 +46,45 @@ def test_a_stock_loop(run: Run) -> None:
         run.note("loss and rate", [loss, schedule.get_last_lr()])
 
 
+class _Teacher(Net):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        _count()
+        return super().forward(x)
+
+
+def _count() -> None:
+    if not torch.compiler.is_compiling():
+        _Teacher.calls += 1
+
+
+@same_as_plain(replays=12)
+def test_a_teacher_without_gradients(run: Run) -> None:
+    """Its calls are part of each step, so they are replayed. Those of an evaluation between two steps are not."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate, 40)
+    teacher = accelerate.prepare(_Teacher().eval())
+    calls = []
+    for number, (x, y) in enumerate(run.each(data)):
+        _Teacher.calls = 0
+        with torch.no_grad():
+            soft = teacher(x).softmax(1)
+        loss = cross_entropy(model(x), soft) + cross_entropy(model(x), y)
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note("loss", (loss, soft))
+        calls.append(_Teacher.calls)
+        if number % 20 == 19:
+            with torch.no_grad():
+                run.note("evaluated", [model(x) for x, _ in batches(4, 3)])
+        with torch.no_grad():  # it follows the student
+            for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+    assert calls[0] == 1 and (not run.ours or not any(calls[14:])), calls
+
+
 @pytest.mark.quick
 @same_as_plain(replays=12)
 def test_a_model_of_layers_of_torch(run: Run) -> None:
