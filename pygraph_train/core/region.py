@@ -21,11 +21,12 @@ from torch.fx import GraphModule, Node
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.memory import Lent, forget_memory, free_memory
-from pygraph_train.core.node import Delivery, looks, replay
+from pygraph_train.core.node import Delivery, is_asked_for, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
     HostPart,
+    NoCollectives,
     caught,
     communication,
     halves,
@@ -35,14 +36,13 @@ from pygraph_train.core.passes import (
     value_of,
     written_inputs,
 )
-from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.core.recording import RecordedRegion, Unrecordable, autocast_now, run_plainly
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.dispatch import NoCollectives
 from pygraph_train.torch_private.memory import (
     copy_all,
     is_alone,
@@ -53,11 +53,9 @@ from pygraph_train.torch_private.memory import (
 )
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
-    autocast_now,
     backward_keeps_graph,
     compiled_by,
     hooks_of,
-    is_asked_for,
     is_static,
     present_backward,
 )
