@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import not_collecting, standing_in
+from pygraph_train.patches import not_collecting, nothing, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -93,11 +93,9 @@ def _of_metrics() -> Iterator[types.CodeType]:
                 yield from (c for c in (method.__code__, *consts) if isinstance(c, types.CodeType))
 
 
-@functools.cache
-def _apart() -> dict[str, Any]:
-    """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share
-    code, such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
-    return dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
+_APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
+"""Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share code,
+such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
 
 
 _MOST_ANEW = 8
@@ -180,11 +178,7 @@ def _without_reading_files() -> Any:
     takes a quarter of the time that the trace of a model of transformers does. (2.11 to 2.15)"""
     from torch._dynamo import symbolic_convert
 
-    def nameless(filename: str, line: int) -> None:
-        """As `get_funcname` where nobody knows the name."""
-
-    stock = symbolic_convert.get_funcname  # type: ignore[attr-defined]
-    return mock.patch.object(symbolic_convert, stock.__name__, nameless)
+    return standing_in([(symbolic_convert, "get_funcname", nothing)])
 
 
 def _not_capturable() -> Any:
@@ -218,11 +212,9 @@ def _inner_leaves() -> Iterator[None]:
         self.requires_grad = example.requires_grad_().requires_grad
         return self
 
-    with ExitStack() as changes:
-        changes.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
-        if "requires_grad_" in (table := getattr(TensorVariable, "tp_methods", {})):  # 2.15
-            known = {"requires_grad_": type(table["requires_grad_"])(method)}
-            changes.enter_context(mock.patch.dict(table, known))
+    table = getattr(TensorVariable, "tp_methods", {})  # 2.15
+    known = {"requires_grad_": type(table["requires_grad_"])(method)} if "requires_grad_" in table else {}
+    with mock.patch.object(TensorVariable, "method_requires_grad_", method), mock.patch.dict(table, known):
         yield
 
 
@@ -353,7 +345,7 @@ class CompiledFunction:
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
         self.fn, self.settled = fn, False
         self.growing = Growing()
-        self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
+        self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
