@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import FORWARD, surely
 from pygraph_train.torch_private.names import private
@@ -70,6 +72,14 @@ def reaches(node: Any, *, asked: bool = False) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return asked
+
+
+@contextmanager
+def around_forward(ddp: DistributedDataParallel) -> Iterator[None]:
+    """What `ddp(...)` does before and after it calls its module, without inputs and outputs (torch 2.11, 2.13)."""
+    ddp._pre_forward(None)
+    yield
+    ddp._post_forward(None)
 
 
 def is_static(tensor: Tensor) -> bool:
