@@ -15,7 +15,6 @@ from pygraph_train.core.recording import Slot
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
-    accumulation_of,
     add_all,
     at_end_of_backward,
     backward_keeps_graph,
@@ -50,7 +49,7 @@ class Delivery:
         """The leaf on a device, and its node. Hot path."""
         if device not in self._leaves:
             leaf = torch.empty(0, device=device, requires_grad=True)
-            self._leaves[device] = leaf, accumulation_of(leaf)
+            self._leaves[device] = leaf, torch.autograd.graph.get_gradient_edge(leaf).node
         return self._leaves[device]
 
     def one(self, like: Tensor, by: float) -> Tensor:
@@ -136,6 +135,20 @@ _grad = operator.attrgetter("grad")
 def looks(tensor: Tensor) -> tuple[Any, ...]:
     """What has to be the same of a gradient that takes the place of another one."""
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def is_asked_for(tensor: Tensor) -> bool:
+    """Whether somebody wants the gradient of this result itself, as it is seen in a backward.
+
+    Hooks that Fabric registers on results do not count: they look where a backward comes from.
+    """
+    hooks = [getattr(hook, "func", hook) for hook in (hooks_of(tensor) or {}).values()]
+    if tensor.retains_grad or any(not hook.__module__.startswith("lightning.") for hook in hooks):
+        return True
+    node = tensor.grad_fn
+    if node is None or not reaches(node):
+        return False
+    return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
 
 
 _NONE = {type(None)}

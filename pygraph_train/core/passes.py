@@ -17,9 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pygraph_train.problems import frames_in, is_user_file, user_line_in
-from pygraph_train.torch_private.dispatch import TorchDispatchMode, returns_argument, written_arguments
+from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode, schema_of
 from pygraph_train.torch_private.memory import arrived
-from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
+from pygraph_train.torch_private.phases import HigherOrderOperator, set_grad_mode
 from pygraph_train.torch_private.stock_dynamo import default_device
 from pygraph_train.trees import map_leaves
 
@@ -104,7 +104,12 @@ class _Draws(TorchDispatchMode):
             return operation(*args, **given)
         if operation is torch.ops.aten.native_dropout.default and args[2]:
             return self._dropped_out(*args)
-        written = written_arguments(operation, args, given)
+        schema = schema_of(operation)
+        written = [
+            args[i] if i < len(args) else given[a.name]
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
         if not self._again:
             made = operation(*args, **given)
             self._kept.append(_copied((written, made)))
@@ -113,7 +118,8 @@ class _Draws(TorchDispatchMode):
         self._position += 1
         for tensor, value in zip(written, drawn, strict=True):
             tensor.copy_(value)
-        return written[0] if returns_argument(operation) else _copied(made)
+        returns_it = any(r.alias_info is not None for r in schema.returns)
+        return written[0] if returns_it else _copied(made)
 
     def _dropped_out(self, x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
         """The dropout of a device: its mask alone is kept, and the backward's kernel computes the same of it."""
@@ -137,9 +143,41 @@ def _name(node: Node) -> str:
     return name.rpartition(".")[2] if node.op.startswith("call") else ""
 
 
+_ATTENTION = "flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"
+
+
 def runner(gm: GraphModule) -> Callable[..., Any]:
-    """What runs a graph, so that an operation that fails leaves no mode behind."""
-    return restoring_modes(gm.forward) if any(_name(n) in _MODES for n in gm.graph.nodes) else gm.forward
+    """What runs a graph, so that an operation that fails leaves no mode behind.
+
+    Nodes of the graph begin and end `no_grad`, autocast and the choice of attention's kernels.
+    """
+    if not any(_name(n) in _MODES for n in gm.graph.nodes):
+        return gm.forward
+    run, sdp = gm.forward, torch.backends.cuda
+
+    def nesting() -> int:
+        torch.autocast_increment_nesting()
+        return int(torch.autocast_decrement_nesting())
+
+    def running(*given: Any) -> Any:
+        gradients, depth = torch.is_grad_enabled(), nesting()
+        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        attention = [getattr(sdp, f"{kind}_enabled")() for kind in _ATTENTION]
+        try:
+            return run(*given)
+        except BaseException:
+            torch.set_grad_enabled(gradients)
+            while nesting() > depth:
+                torch.autocast_decrement_nesting()
+                torch.clear_autocast_cache()
+            for device, enabled, dtype in casts:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            for kind, enabled in zip(_ATTENTION, attention, strict=True):
+                getattr(sdp, f"enable_{kind}")(enabled)
+            raise
+
+    return running
 
 
 _OF_PYTHON = {
@@ -193,6 +231,18 @@ def communication(gm: GraphModule) -> str | None:
     """
     node = next(iter(_talking(gm)), None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
+
+
+class NoCollectives(TorchDispatchMode):
+    """Inside, an operation in which other processes take part raises before they notice."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wraps = any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types)
+        if wraps and FakeTensor not in types:
+            return NotImplemented  # its operations on plain tensors come back here
+        if "c10d" in operation.namespace:
+            raise RuntimeError("other processes take part in an operation of it")
+        return operation(*args, **(kwargs or {}))
 
 
 def _talking(gm: GraphModule) -> list[Node]:

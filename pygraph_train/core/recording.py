@@ -23,7 +23,6 @@ from pygraph_train.torch_private.memory import (
     local_tensors,
     placements_of,
 )
-from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
@@ -545,6 +544,11 @@ def _keys_of(region: PhaseRegion, given: Sequence[Any], leads: Iterable[int]) ->
         key = id(given[i]) if i in region.fixed else None
         keys.append(None if key in keys else key)
     return keys
+
+
+def autocast_now(device: str) -> torch.dtype | None:
+    """What operations of this kind of device compute in under the present autocast, None without one."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ from torch.fx import GraphModule, Node
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.memory import Lent, forget_memory, free_memory, idle_memory
-from pygraph_train.core.node import Delivery, looks, replay
+from pygraph_train.core.node import Delivery, is_asked_for, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
     HostPart,
+    NoCollectives,
     caught,
     communication,
     halves,
@@ -40,6 +41,7 @@ from pygraph_train.core.recording import (
     Slot,
     Unrecordable,
     UnrecordedCall,
+    autocast_now,
     run_plainly,
 )
 from pygraph_train.graphs.compact import move_together
@@ -48,7 +50,6 @@ from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.dispatch import NoCollectives
 from pygraph_train.torch_private.memory import (
     copy_all,
     is_alone,
@@ -59,11 +60,9 @@ from pygraph_train.torch_private.memory import (
 )
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
-    autocast_now,
     backward_keeps_graph,
     compiled_by,
     hooks_of,
-    is_asked_for,
     is_static,
     present_backward,
 )
@@ -408,9 +407,7 @@ class PhaseRegion:
 
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason
-        self.counts &= (
-            not self.inference or torch.is_grad_enabled()
-        )  # a teacher's call is no forward of the step
+        self.counts &= not self.inference or torch.is_grad_enabled()  # a teacher's is no forward of the step
         self.close(but_pending=True)
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 

@@ -15,8 +15,9 @@ import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.diagnosis.explanation import filled
+from pygraph_train.graphs.engine import IndirectionUnavailable
+from pygraph_train.graphs.nodes import driver
 from pygraph_train.problems import first_line
-from pygraph_train.torch_private.cuda import driver_version
 from pygraph_train.torch_private.names import TRIED, what_is_off
 
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
@@ -162,10 +163,11 @@ def _why_no_device() -> str:
 
 
 def _driver() -> str:
-    newest = driver_version()
-    if newest is not None:
-        return f"for CUDA {newest} and older"
-    return "none that torch can use" if shutil.which("nvidia-smi") else "none"
+    try:
+        newest = int(driver().cuDriverGetVersion()[1])
+    except IndirectionUnavailable as error:
+        return f"unknown: {error}" if shutil.which("nvidia-smi") else "none"
+    return f"for CUDA {newest // 1000}.{newest % 1000 // 10} and older"
 
 
 def _nccl() -> str:

@@ -23,10 +23,10 @@ from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
     allocating_in,
-    begin_capture,
     clear_cublas_workspaces,
     expandable_segments,
 )
+from pygraph_train.torch_private.dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
@@ -68,6 +68,23 @@ class _Pool:
         self._pool = torch.cuda.MemPool()
         self.id: tuple[int, int] = self._pool.id
         self.anchor: CudaGraph | None = None
+
+
+class _WithoutGeneratorState(TorchDispatchMode):
+    """Leaves out what torch writes to the random generator's state on the device when a capture begins."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.fill_.Scalar else func(*args, **(kwargs or {}))
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> None:
+    """Begin a capture in the current stream, in which nothing is launched.
+
+    torch launches two kernels there that set the generator's seed and offset (2.11). Nothing reads them before
+    a replay, which sets them itself.
+    """
+    with _WithoutGeneratorState():
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
 
 
 class CudaEngine:

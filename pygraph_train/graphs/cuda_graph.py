@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from pygraph_train.graphs.nodes import Node, read_nodes
+from pygraph_train.graphs.nodes import Node, count_nodes, read_nodes
 from pygraph_train.graphs.parameters import KernelParameters
 from pygraph_train.graphs.rewriting import NumberRewriter
-from pygraph_train.torch_private.cuda import cuda_graph_nodes
 
 
 class CudaGraph:
@@ -26,7 +25,7 @@ class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._parameters: dict[int, KernelParameters] = {}
-        self.nodes = cuda_graph_nodes(graph)
+        self.nodes = count_nodes(self.raw)
         self.instantiated = False
         self._launch: Callable[[], None] = self._first_replay
         if instantiate:

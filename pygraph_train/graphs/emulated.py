@@ -33,7 +33,7 @@ from pygraph_train.torch_private.dispatch import (
     computes_shapes,
     has_no_memory,
     no_torch_function,
-    writes_arguments,
+    schema_of,
 )
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.trees import leaves_of, tensors_in
@@ -408,7 +408,7 @@ class _Tape(TorchDispatchMode):
                 continue
             self._created.setdefault(key, (storage, output.dtype))
             results.append((position, output.data))
-        if writes_arguments(func):
+        if schema_of(func).is_mutable:
             # set_, resize_, t_, ... change the tensor object but no memory; our aliases have it already.
             runs = torch.Tag.inplace_view not in func.tags
         else:

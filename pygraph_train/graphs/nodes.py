@@ -72,6 +72,14 @@ def checked(answer: tuple[Any, ...], doing: str) -> Any:
     return values[0] if len(values) == 1 else values or None
 
 
+def count_nodes(graph: int) -> int:
+    """How many nodes a graph has, see `read_nodes`; -1 where they cannot be read."""
+    try:
+        return len(node_handles(graph))
+    except RuntimeError:
+        return -1
+
+
 def node_handles(graph: int) -> tuple[Any, ...]:
     """The driver's handles of a graph's nodes, in the order of `read_nodes`.
 

@@ -5,6 +5,7 @@ Pure functions of the optimizer's class and the user's flags, read off torch's s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from torch.optim import (
 )
 
 from pygraph_train.problems import ONLY_ON_CPU
-from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
+from pygraph_train.torch_private.optim import step_supports_amp_scaling
 
 CAPTURABLE = frozenset({Adam, AdamW, NAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop})
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})
@@ -76,6 +77,13 @@ def supported_class(optimizer: Optimizer) -> type[Optimizer] | None:
         if "step" in vars(cls) or "_init_group" in vars(cls):
             return None
     return None
+
+
+@functools.cache
+def fused_adagrad_on_cuda() -> bool:
+    """Whether fused Adagrad runs on CUDA (torch 2.11: no, 2.13: yes)."""
+    # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
+    return step_supports_amp_scaling(Adagrad([torch.zeros(1, requires_grad=True)], fused=True))
 
 
 def plan_group(

@@ -31,6 +31,7 @@ from pygraph_train.optimizers.kernels import (
     NEEDS_FOREACH,
     GroupPlan,
     advice_on_numbers,
+    fused_adagrad_on_cuda,
     host_state_keys,
     plan_group,
     supported_class,
@@ -43,7 +44,6 @@ from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import is_alone, local_tensor, local_tensors
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
-    fused_adagrad_on_cuda,
     let_scaler_in,
     optimizer_step_hook_tables,
     optimizer_step_override,

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from pygraph_train.boundary import UPDATE, executes
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.torch_private.optim import (
-    scaler_notes,
-    scaler_tensors,
-    scaler_unscaled,
-    step_supports_amp_scaling,
-)
+from pygraph_train.patches import nothing
+from pygraph_train.torch_private.optim import states_of_scaler, step_supports_amp_scaling, tensors_of_scaler
 
 
 class Scaling:
@@ -67,11 +63,10 @@ class Scaling:
     @property
     def unscaled(self) -> bool:
         """Whether gradients were unscaled in this step: what was found then is in tensors that are new every time."""
-        return (
-            self._scaler is not None
-            and self._optimizer is not None
-            and scaler_unscaled(self._scaler, self._optimizer)
-        )
+        if self._scaler is None:
+            return False
+        state = states_of_scaler(self._scaler).get(id(self._optimizer))
+        return bool(state and state["found_inf_per_device"])
 
     def why_update_stays_outside(
         self, preparation: OptimizerPreparation, *, other_kernels: bool = False
@@ -102,8 +97,22 @@ class Scaling:
         Returns:
             What puts that back, after a capture or a trial: they are no steps.
         """
-        return (lambda: None) if self._scaler is None else scaler_notes(self._scaler)
+        scaler = self._scaler
+        if scaler is None:
+            return nothing
+        notes = {
+            owner: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+            for owner, state in states_of_scaler(scaler).items()
+        }
+
+        def put_back() -> None:
+            states = states_of_scaler(scaler)  # an update makes them anew
+            states.clear()
+            states.update(notes)
+
+        return put_back
 
     def tensors(self) -> list[Tensor]:
         """What an update writes: scale and growth counter, once they are on the device."""
-        return [] if self._scaler is None else scaler_tensors(self._scaler)
+        found = () if self._scaler is None else tensors_of_scaler(self._scaler)
+        return [t for t in found if t is not None]

@@ -15,8 +15,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.distributed import around_forward
 from pygraph_train.torch_private.memory import local_tensor
+from pygraph_train.torch_private.phases import around_forward
 
 DTENSORS = Problem(
     "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within forward and "

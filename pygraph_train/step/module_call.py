@@ -17,6 +17,7 @@ from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 from pygraph_train.step.outside import around_the_step, uninitialized
+from pygraph_train.step.sizes import Sizes
 from pygraph_train.torch_private.phases import is_transformed
 from pygraph_train.torch_private.stock_dynamo import (
     CompiledModule,
@@ -96,7 +97,9 @@ class ModuleCall:
         given = engine, config, lambda: tensors_of(known()), tell, boundary
         self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
-        self._compiled.sizes.rows = not self.regions.compiles  # kernels of Inductor would be slower
+        self._sizes = Sizes()
+        if not self.regions.compiles:  # Inductor's kernels for one size are faster
+            self._compiled.sizes_of = self._sizes.that_change
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = self.without = self.steady = 0
         self.spent: list[float] = []
@@ -113,7 +116,7 @@ class ModuleCall:
             return self._call(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
-            quietly(lambda: self._compiled.sizes.look(self._module, args, kwargs))
+            quietly(lambda: self._sizes.look(args, kwargs))
             began = time.perf_counter()
             made = self._call(self._module, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
@@ -123,7 +126,7 @@ class ModuleCall:
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call, in which caches of the user's code fill, and parts that the user compiled are traced."""
         before, self._called = traces_of_others(), True
-        quietly(lambda: self._compiled.sizes.look(self._module, args, kwargs))
+        quietly(lambda: self._sizes.look(args, kwargs))
         made = done(self._plainly(args, kwargs))
         if traces_of_others() != before:
             self._tell(COMPILED_PART)

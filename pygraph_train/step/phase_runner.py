@@ -26,6 +26,7 @@ from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_par
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.sizes import Sizes
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, left_untraced, traces, traces_of_others
 
@@ -64,6 +65,7 @@ class PhaseRunner:
             leads=training.program.differentiates,
         )
         self._compiled: CompiledFunction | None = None
+        self._sizes = Sizes()
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
@@ -154,25 +156,21 @@ class PhaseRunner:
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the step's function through `torch.compile`. Hot path."""
-        chooser, compiled = self._chooser, self._compiled
-        if compiled is None or compiled.fn != fn:
-            compiled = self._function(fn)
-        compiled.settled = chooser is not None and chooser.settled
-        made = compiled(*args, **kwargs)
+        if self._compiled is None or self._compiled.fn != fn:
+            self._compiled = CompiledFunction(fn, self._regions)
+            if not self._regions.compiles:  # Inductor's kernels for one size are faster
+                self._compiled.sizes_of = self._sizes.that_change
+        chooser = self._chooser
+        self._compiled.settled = chooser is not None and chooser.settled
+        made = self._compiled(*args, **kwargs)
         if chooser is not None and chooser.misses(self._regions.parts):
             left_untraced()
         return made
 
     def _early_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it as it is, before Dynamo traces it."""
-        quietly(lambda: self._function(fn).sizes.look(args, kwargs))
+        quietly(lambda: self._sizes.look(args, kwargs))
         return plain_call(fn, args, kwargs)
-
-    def _function(self, fn: Callable[..., Any]) -> CompiledFunction:
-        if self._compiled is None or self._compiled.fn != fn:
-            self._compiled = CompiledFunction(fn, self._regions)
-            self._compiled.sizes.rows = not self._regions.compiles  # kernels of Inductor would be slower
-        return self._compiled
 
     # -- the update --------------------------------------------------------------------------------------
 

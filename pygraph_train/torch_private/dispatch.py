@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,18 +34,6 @@ FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 """The class of tensors that have a shape and no values. (2.11 to 2.15)"""
 
 
-class NoCollectives(TorchDispatchMode):
-    """Inside, an operation in which other processes take part raises before they notice (torch 2.11 to 2.15)."""
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wraps = any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types)
-        if wraps and FakeTensor not in types:
-            return NotImplemented  # its operations on plain tensors come back here
-        if "c10d" in operation.namespace:
-            raise RuntimeError("other processes take part in an operation of it")
-        return operation(*args, **(kwargs or {}))
-
-
 def computes_shapes() -> bool:
     """Whether operations give FakeTensors now, as where a DTensor looks for the shape of a result (2.11 to 2.15)."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -56,19 +45,5 @@ OpOverload: Any = private("torch._ops.OpOverload")
 no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
 """Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""
 
-
-def written_arguments(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What a call of an operator writes in place (torch 2.11 to 2.15)."""
-    declared = func._schema.arguments
-    places = [i for i, a in enumerate(declared) if a.alias_info is not None and a.alias_info.is_write]
-    return [args[i] if i < len(args) else kwargs[declared[i].name] for i in places]
-
-
-def returns_argument(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns what it has written, or a view (torch 2.11 to 2.15)."""
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-def writes_arguments(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator's schema declares that it mutates an argument (torch 2.13)."""
-    return func._schema.is_mutable
+schema_of: Callable[[torch._ops.OpOverload], Any] = operator.attrgetter("_schema")
+"""What an operator takes and gives, and what of it is written in place. (2.11 to 2.15)"""

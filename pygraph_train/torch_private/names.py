@@ -10,7 +10,6 @@ import functools
 import logging
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -24,38 +23,6 @@ TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 GRAPHS = "steps run as you wrote them"
 GROWING = "forward and backward of such steps run as you wrote them"
-
-
-@dataclass(frozen=True)
-class Names:
-    """Private names that serve one purpose.
-
-    Attributes:
-        purpose: what they are for.
-        instead: what happens without one of them: `GRAPHS` where no graph can do without it.
-        names: each module of torch, a colon, and what is needed of it.
-        cuda: whether builds of torch without CUDA lack them, and need none.
-    """
-
-    purpose: str
-    instead: str
-    names: str
-    cuda: bool = False
-
-    def missing(self) -> list[str]:
-        """Those that this torch lacks."""
-        if self.cuda and torch.version.cuda is None:
-            return []
-        return [name for name in self if _find(name) is _ABSENT]
-
-    def __iter__(self) -> Iterator[str]:
-        module = ""
-        for word in self.names.split():
-            if word.endswith(":"):
-                module = word[:-1]
-            else:
-                yield f"{module}.{word}"
-
 
 _ABSENT = object()
 
@@ -103,7 +70,7 @@ def lacking() -> Problem | None:
 
     Looks once in a process, and logs what it finds.
     """
-    missing = [name for names in NAMES if names.instead == GRAPHS for name in names.missing()]
+    missing = [name for name, _, instead in _missing() if instead == GRAPHS]
     if not missing:
         return None
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -120,14 +87,14 @@ def _is_newer_than_tried() -> bool:
 
 def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
-    missing = [(names, name) for names in NAMES for name in names.missing()]
-    told = [f"torch lacks {name} ({names.purpose}), so {names.instead}." for names, name in missing]
+    missing = _missing()
+    told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
     if _is_newer_than_tried():
         told.append(
             f"Nobody knows what works here: torch {torch.__version__} is newer than {TRIED[-1]}, the newest that "
             "pygraph-train was tried with."
         )
-    return told, all(names.instead != GRAPHS for names, _ in missing)
+    return told, all(instead != GRAPHS for _, _, instead in missing)
 
 
 @functools.cache
@@ -138,92 +105,87 @@ def tell_if_newer() -> None:
         _log.warning(told, torch.__version__, TRIED[0], TRIED[-1])
 
 
-NAMES = (
-    Names(
-        "tensors and their memory: counts of changes and of holders, addresses, views",
-        GRAPHS,
-        """
-        torch: Tensor._version _foreach_copy_
-        torch._C: _construct_storage_from_data_pointer _storage_Use_Count
-        torch.autograd.grad_mode: _unsafe_preserve_version_counter
+NAMES = {
+    GRAPHS: {
+        "tensors and their memory: counts of changes and of holders, addresses, views": """
+            torch: Tensor._version _foreach_copy_
+            torch._C: _construct_storage_from_data_pointer _storage_Use_Count
+            torch.autograd.grad_mode: _unsafe_preserve_version_counter
         """,
-    ),
-    Names(
-        "operators as the emulated engine and dispatch modes see them",
-        GRAPHS,
-        """
-        torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _TorchDispatchModeKey.FAKE
-            _get_dispatch_mode _set_grad_enabled
-        torch._ops: HigherOrderOperator OpOverload
-        torch._subclasses.fake_tensor: FakeTensor
-        torch.utils._python_dispatch: TorchDispatchMode
+        "operators as the emulated engine and dispatch modes see them": """
+            torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _TorchDispatchModeKey.FAKE
+                _get_dispatch_mode _set_grad_enabled
+            torch._ops: HigherOrderOperator OpOverload
+            torch._subclasses.fake_tensor: FakeTensor
+            torch.utils._python_dispatch: TorchDispatchMode
         """,
-    ),
-    Names(
-        "Dynamo, which traces steps, and autograd, which asks for their backwards",
-        GRAPHS,
-        """
-        torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_
-        torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
-        torch._dynamo: OptimizedModule config.patch graph_break lookup_backend maybe_mark_dynamic
-        torch._dynamo.callback: callback_handler.register_start_callback
-            callback_handler.start_callbacks
-        torch._dynamo.compiled_autograd: compiled_autograd_enabled
-        torch._dynamo.config: compiled_autograd ignore_logging_functions
-        torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
-        torch._dynamo.variables: TensorVariable.method_requires_grad_
-        torch._functorch.config: patch
-        torch.autograd: Variable._execution_engine.queue_callback
+        "Dynamo, which traces steps, and autograd, which asks for their backwards": """
+            torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_
+            torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
+            torch._dynamo: OptimizedModule config.patch graph_break lookup_backend maybe_mark_dynamic
+            torch._dynamo.callback: callback_handler.register_start_callback
+                callback_handler.start_callbacks
+            torch._dynamo.compiled_autograd: compiled_autograd_enabled
+            torch._dynamo.config: compiled_autograd ignore_logging_functions
+            torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
+            torch._dynamo.variables: TensorVariable.method_requires_grad_
+            torch._functorch.config: patch
+            torch.autograd: Variable._execution_engine.queue_callback
         """,
-    ),
-    Names(
-        "modes, hooks and switches that a replay would pass by",
-        GRAPHS,
-        """
-        torch._C: _current_graph_task_id _get_function_stack_at
-            _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
-        torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
-        torch._C._functorch: get_inplace_requires_grad_allowed peek_interpreter_stack
-            set_inplace_requires_grad_allowed
-        torch.autograd.forward_ad: _current_level
-        torch.nn: Module._call_impl Module._compiled_call_impl
-        torch.nn.parallel: DistributedDataParallel._active_ddp_module
-        torch.nn.modules.module: _has_any_global_hook
-        torch.optim.optimizer: _global_optimizer_post_hooks _global_optimizer_pre_hooks
-        torch.utils._device: DeviceContext
+        "modes, hooks and switches that a replay would pass by": """
+            torch._C: _current_graph_task_id _get_function_stack_at
+                _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
+            torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
+            torch._C._functorch: get_inplace_requires_grad_allowed peek_interpreter_stack
+                set_inplace_requires_grad_allowed
+            torch.autograd.forward_ad: _current_level
+            torch.nn: Module._call_impl Module._compiled_call_impl
+            torch.nn.parallel: DistributedDataParallel._active_ddp_module
+            torch.nn.modules.module: _has_any_global_hook
+            torch.optim.optimizer: _global_optimizer_post_hooks _global_optimizer_pre_hooks
+            torch.utils._device: DeviceContext
         """,
-    ),
-    Names(
-        "memory pools and streams of CUDA",
-        GRAPHS,
-        """
-        torch._C: _accelerator_setAllocatorSettings _cuda_clearCublasWorkspaces
-            _cuda_beginAllocateCurrentStreamToPool _cuda_endAllocateToPool _cuda_releasePool
-        torch.cuda.memory: _snapshot
+        "memory pools and streams of CUDA": """
+            torch._C: _accelerator_setAllocatorSettings _cuda_clearCublasWorkspaces
+                _cuda_beginAllocateCurrentStreamToPool _cuda_endAllocateToPool _cuda_releasePool
+            torch.cuda.memory: _snapshot
         """,
-        cuda=True,
-    ),
-    Names(
-        "lists that grow from step to step",
-        GROWING,
-        """
-        torch._dynamo.guards: GuardBuilder.TYPE_MATCH
-        torch._dynamo.variables: UserDefinedObjectVariable
-        torch._dynamo.variables.builder: VariableBuilder._type_dispatch
-        torch._dynamo.variables.optimizer: OptimizerVariable
+    },
+    GROWING: {
+        "lists that grow from step to step": """
+            torch._dynamo.guards: GuardBuilder.TYPE_MATCH
+            torch._dynamo.variables: UserDefinedObjectVariable
+            torch._dynamo.variables.builder: VariableBuilder._type_dispatch
+            torch._dynamo.variables.optimizer: OptimizerVariable
         """,
-    ),
-    Names(
-        "what Dynamo does for its logs alone",
-        "the first steps take longer",
-        "torch._dynamo.symbolic_convert: get_funcname",
-    ),
-    Names(
-        "what Dynamo tells of its traces",
-        "explanations name fewer lines",
-        """
-        torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids
-        torch._dynamo.utils: get_compilation_metrics
+    },
+    "the first steps take longer": {
+        "what Dynamo does for its logs alone": "torch._dynamo.symbolic_convert: get_funcname",
+    },
+    "explanations name fewer lines": {
+        "what Dynamo tells of its traces": """
+            torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids
+            torch._dynamo.utils: get_compilation_metrics
         """,
-    ),
-)
+    },
+}
+"""What happens without one of them, what they are for, and the names: each module of torch, a colon, and what is
+needed of it. Without one of those under `GRAPHS` nothing has a graph."""
+
+
+def listed() -> Iterator[tuple[str, str, str]]:
+    """Each name, what it is for, and what happens without it."""
+    for instead, purposes in NAMES.items():
+        for purpose, names in purposes.items():
+            module = ""
+            for word in names.split():
+                if word.endswith(":"):
+                    module = word[:-1]
+                else:
+                    yield f"{module}.{word}", purpose, instead
+
+
+def _missing() -> list[tuple[str, str, str]]:
+    """Those that this torch lacks. Builds without CUDA need none that are for CUDA."""
+    needed = (row for row in listed() if torch.version.cuda or "CUDA" not in row[1])
+    return [row for row in needed if _find(row[0]) is _ABSENT]

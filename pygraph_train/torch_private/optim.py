@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,29 +44,20 @@ def _is_put_over(kind: Any, of_class: Any, called: Any) -> bool:
     owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
     if owner.__module__.partition(".")[0] != "torch":  # an optimizer of somebody else has a step of its own
         return called is not of_class
-    return any(package != "torch" for package in _packages_of(called))
+    # `torch.no_grad()` around a function is code of torch, with the function in it
+    called = getattr(called, "__func__", called)
+    return not _is_of_torch(inspect.unwrap(called, stop=lambda function: not _is_of_torch(function)))
 
 
-def _packages_of(function: Any) -> Iterator[str]:
-    """The packages of the code of a function and of those that it wraps.
-
-    `torch.no_grad()` around a function is code of torch, with the function in it.
-    """
-    function = getattr(function, "__func__", function)
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
-        module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        yield str(module).partition(".")[0]
-        function = getattr(function, "__wrapped__", None) or getattr(
-            function, "_torchdynamo_orig_callable", None
-        )
+def _is_of_torch(function: Any) -> bool:
+    """Whether the code of a function is of torch."""
+    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return str(module).partition(".")[0] == "torch"
 
 
 def count_optimizer_step(optimizer: Any) -> None:
     """Note a `step()` that did not run, as schedulers have it do: they warn where it never did (torch 2.11, 2.13)."""
-    step = vars(optimizer).get("step")
-    if step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+    if getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True
 
 
@@ -91,34 +84,12 @@ def let_scaler_in(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-@functools.cache
-def fused_adagrad_on_cuda() -> bool:
-    """Whether fused Adagrad runs on CUDA (torch 2.11: no, 2.13: yes)."""
-    # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
-    optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
-    return step_supports_amp_scaling(optimizer)
+states_of_scaler: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = operator.attrgetter(
+    "_per_optimizer_states"
+)
+"""What a scaler that is enabled knows of each optimizer in the present step, by id. (2.11, 2.13)"""
 
-
-def scaler_notes(scaler: torch.amp.GradScaler) -> Callable[[], None]:
-    """Note what a scaler that is enabled knows of each optimizer. The call puts that back (torch 2.11, 2.13)."""
-    notes = {
-        owner: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
-        for owner, state in scaler._per_optimizer_states.items()
-    }
-
-    def put_back() -> None:
-        scaler._per_optimizer_states.clear()
-        scaler._per_optimizer_states.update(notes)
-
-    return put_back
-
-
-def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
-    """Scale and growth counter of one that is enabled on the device, once they exist (torch 2.11, 2.13)."""
-    return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]
-
-
-def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one that is enabled has unscaled this optimizer's gradients in the present step. (2.11, 2.13)"""
-    state = scaler._per_optimizer_states.get(id(optimizer))
-    return bool(state and state["found_inf_per_device"])
+tensors_of_scaler: Callable[[torch.amp.GradScaler], tuple[torch.Tensor | None, ...]] = operator.attrgetter(
+    "_scale", "_growth_tracker"
+)
+"""Scale and growth counter of one that is enabled on the device, None before they exist. (2.11, 2.13)"""

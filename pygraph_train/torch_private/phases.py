@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import FORWARD, surely
 from pygraph_train.torch_private.names import private
@@ -59,44 +61,6 @@ def compiled_autograd_wanted() -> bool:
     return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
 
 
-def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph of Dynamo's that leaves no mode behind where an operation of it fails.
-
-    Nodes of the graph begin and end `no_grad`, autocast and the choice of attention's kernels. (2.11 to 2.15)
-    """
-    sdp = torch.backends.cuda
-    kinds = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-
-    def nesting() -> int:
-        torch.autocast_increment_nesting()
-        return int(torch.autocast_decrement_nesting())
-
-    def running(*given: Any) -> Any:
-        gradients, depth = torch.is_grad_enabled(), nesting()
-        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-        attention = [getattr(sdp, f"{kind}_enabled")() for kind in kinds]
-        try:
-            return run(*given)
-        except BaseException:
-            torch.set_grad_enabled(gradients)
-            while nesting() > depth:
-                torch.autocast_decrement_nesting()
-                torch.clear_autocast_cache()
-            for device, enabled, dtype in casts:
-                torch.set_autocast_enabled(device, enabled)
-                torch.set_autocast_dtype(device, dtype)
-            for kind, enabled in zip(kinds, attention, strict=True):
-                getattr(sdp, f"enable_{kind}")(enabled)
-            raise
-
-    return running
-
-
-def accumulation_of(leaf: Tensor) -> Any:
-    """The node that adds to the gradient of a leaf. (2.11 to 2.15)"""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
 def reaches(node: Any, *, asked: bool = False) -> bool:
     """Whether the present backward runs this node: `autograd.grad` and `backward(inputs=...)` run a part of the graph.
 
@@ -110,23 +74,12 @@ def reaches(node: Any, *, asked: bool = False) -> bool:
         return asked
 
 
-def is_asked_for(tensor: Tensor) -> bool:
-    """Whether somebody wants the gradient of this result itself, as it is seen in a backward. (2.11 to 2.15)
-
-    Hooks that Fabric registers on results do not count: they look where a backward comes from.
-    """
-    hooks = [getattr(hook, "func", hook) for hook in (hooks_of(tensor) or {}).values()]
-    if tensor.retains_grad or any(not hook.__module__.startswith("lightning.") for hook in hooks):
-        return True
-    node = tensor.grad_fn
-    if node is None or not reaches(node):
-        return False
-    return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
-
-
-def autocast_now(device: str) -> torch.dtype | None:
-    """What operations of this kind of device compute in under the present autocast, None without one."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+@contextmanager
+def around_forward(ddp: DistributedDataParallel) -> Iterator[None]:
+    """What `ddp(...)` does before and after it calls its module, without inputs and outputs (torch 2.11, 2.13)."""
+    ddp._pre_forward(None)
+    yield
+    ddp._post_forward(None)
 
 
 def is_static(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest import mock
@@ -20,11 +20,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import not_collecting, standing_in
+from pygraph_train.patches import not_collecting, nothing, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
-from pygraph_train.trees import tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,11 +93,9 @@ def _of_metrics() -> Iterator[types.CodeType]:
                 yield from (c for c in (method.__code__, *consts) if isinstance(c, types.CodeType))
 
 
-@functools.cache
-def _apart() -> dict[str, Any]:
-    """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share
-    code, such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
-    return dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
+_APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
+"""Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share code,
+such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
 
 
 _MOST_ANEW = 8
@@ -158,7 +155,7 @@ def _prepare_trace() -> None:
         changes.callback(setattr, _here, "device", None)
         _here.settings = changes
         function = _here.called[-1]
-        for around in (*_AROUND_A_TRACE, function.growing.left_to_python, function.sizes.dynamic):
+        for around in (*_AROUND_A_TRACE, function.growing.left_to_python, function.dynamic_sizes):
             quietly(lambda around=around: changes.enter_context(around()))  # type: ignore[misc]
     _here.traces += 1
     _here.others += not _here.called
@@ -181,11 +178,7 @@ def _without_reading_files() -> Any:
     takes a quarter of the time that the trace of a model of transformers does. (2.11 to 2.15)"""
     from torch._dynamo import symbolic_convert
 
-    def nameless(filename: str, line: int) -> None:
-        """As `get_funcname` where nobody knows the name."""
-
-    stock = symbolic_convert.get_funcname  # type: ignore[attr-defined]
-    return mock.patch.object(symbolic_convert, stock.__name__, nameless)
+    return standing_in([(symbolic_convert, "get_funcname", nothing)])
 
 
 def _not_capturable() -> Any:
@@ -219,11 +212,9 @@ def _inner_leaves() -> Iterator[None]:
         self.requires_grad = example.requires_grad_().requires_grad
         return self
 
-    with ExitStack() as changes:
-        changes.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
-        if "requires_grad_" in (table := getattr(TensorVariable, "tp_methods", {})):  # 2.15
-            known = {"requires_grad_": type(table["requires_grad_"])(method)}
-            changes.enter_context(mock.patch.dict(table, known))
+    table = getattr(TensorVariable, "tp_methods", {})  # 2.15
+    known = {"requires_grad_": type(table["requires_grad_"])(method)} if "requires_grad_" in table else {}
+    with mock.patch.object(TensorVariable, "method_requires_grad_", method), mock.patch.dict(table, known):
         yield
 
 
@@ -339,49 +330,6 @@ def traces_of_others() -> int:
     return _here.others
 
 
-class Sizes:
-    """Sizes of the tensors that one function is given, by which Dynamo makes numbers of those that change.
-
-    Attributes:
-        given: the arguments of the present call.
-        rows: whether the number of rows changes, as with the last batch of an epoch.
-    """
-
-    def __init__(self) -> None:
-        self.given: Any = ()
-        self.rows = True
-        self._shapes: list[torch.Size] = []
-        self._changed: set[tuple[int, int]] = set()
-
-    def look(self, *given: Any) -> list[torch.Tensor]:
-        """See which sizes differ from those of the call before. Returns the tensors among the arguments."""
-        tensors = [t for t in tensors_in(given) if not isinstance(t, torch.nn.Parameter)]
-        before, self._shapes = self._shapes, [t.shape for t in tensors]
-        pairs = enumerate(zip(before, self._shapes, strict=False))
-        self._changed |= {
-            (k, d) for k, two in pairs for d, (a, b) in enumerate(zip(*two, strict=False)) if a != b
-        }
-        return tensors
-
-    @contextmanager
-    def dynamic(self) -> Iterator[None]:
-        """Around a trace: sizes that change are numbers from the first trace on, so that it needs no second one.
-
-        (2.11 to 2.15)
-        """
-        marked: list[tuple[torch.Tensor, set[str]]] = []
-        for k, tensor in enumerate(self.look(self.given) if self.rows else ()):
-            before = set(vars(tensor))
-            for d, size in enumerate(tensor.shape):
-                if size > 1 and (d == 0 or (k, d) in self._changed):
-                    torch._dynamo.maybe_mark_dynamic(tensor, d)
-            marked.append((tensor, vars(tensor).keys() - before))
-        yield
-        for tensor, names in marked:
-            for name in names:
-                delattr(tensor, name)
-
-
 class CompiledFunction:
     """A function that `torch.compile` has prepared.
 
@@ -392,14 +340,29 @@ class CompiledFunction:
 
     Attributes:
         settled: whether what was not traced before runs as it is written.
-        sizes: those of batches that change.
+        sizes_of: what finds the tensors, with a dimension of each, whose sizes change, in its arguments.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
         self.fn, self.settled = fn, False
-        self.growing, self.sizes = Growing(), Sizes()
-        self._backend, self._options, self._anew = _held_weakly(backend), _apart() | options, 0
+        self.sizes_of: Callable[..., Iterable[tuple[torch.Tensor, int]]] | None = None
+        self.growing = Growing()
+        self._given: tuple[Any, dict[str, Any]] = (), {}
+        self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
+
+    @contextmanager
+    def dynamic_sizes(self) -> Iterator[None]:
+        """Around a trace: sizes that change are numbers from the first trace on, which needs no second one then."""
+        marked = list(self.sizes_of(*self._given) if self.sizes_of else ())
+        before = [set(vars(tensor)) for tensor, _ in marked]
+        for tensor, dimension in marked:
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        added = [vars(tensor).keys() - names for (tensor, _), names in zip(marked, before, strict=True)]
+        yield
+        for (tensor, _), names in zip(marked, added, strict=True):
+            for name in names & vars(tensor).keys():
+                delattr(tensor, name)
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         self._compiled = torch.compile(fn, backend=self._backend, **self._options)
@@ -413,7 +376,7 @@ class CompiledFunction:
             quietly(_tell_dynamo)
             compiled = self._compile(_copied(self.fn))
         here.called.append(self)
-        self.sizes.given = args, kwargs
+        self._given = args, kwargs
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
@@ -429,7 +392,7 @@ class CompiledFunction:
             raise
         finally:
             here.called.pop()
-            self.sizes.given = ()
+            self._given = (), {}
             if here.settings is not None and not here.called:
                 settings, here.settings = here.settings, None
                 settings.close()

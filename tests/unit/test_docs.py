@@ -154,7 +154,8 @@ class Messages(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if not any(isinstance(target, ast.Name) and target.id in self._left_out for target in node.targets):
+        left_out = self._left_out | {"NAMES"}
+        if not any(isinstance(target, ast.Name) and target.id in left_out for target in node.targets):
             self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -162,7 +163,7 @@ class Messages(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if _called(node) == "Names" or _of_python(node):
+        if _of_python(node):
             return
         kept = node.args[1:2] if ast.unparse(node.func) == "log.log" else node.args[:1]
         for part in (node.func, *kept, *(k.value for k in node.keywords if k.arg != "fix")):

@@ -38,12 +38,13 @@ from pygraph_train.optimizers import preparation as module
 from pygraph_train.optimizers.kernels import (
     GroupPlan,
     advice_on_numbers,
+    fused_adagrad_on_cuda,
     host_state_keys,
     plan_group,
     supported_class,
 )
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.torch_private.optim import fused_adagrad_on_cuda, optimizer_step_override
+from pygraph_train.torch_private.optim import optimizer_step_override
 
 pytestmark = pytest.mark.quick
 

@@ -1,4 +1,4 @@
-"""What the private torch APIs are asked to do, where that can be seen without a GPU."""
+"""What captures on CUDA ask of torch, where that can be seen without a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.scheduler
-import torch._inductor.sizevars
 
-from pygraph_train.torch_private.cuda import begin_capture
+from pygraph_train.graphs.cuda import begin_capture
 
 pytestmark = pytest.mark.quick
 
