@@ -231,6 +231,7 @@ class _Replay(torch.autograd.Function):
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
         ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
+        ctx.beside = [(k, t) for k, t in zip(returned, inputs, strict=False) if t.is_leaf]  # those with hooks
         ctx.lent = [given[i] for i in slot.lent]
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
@@ -281,6 +282,9 @@ def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor]) -> list[Ten
     """Those of `leads`, by a recorded backward, or None. Gradients that lie where it writes them move before."""
     if backward is not None:
         ctx.delivery.make_way(ctx.parameters, [backward.gradients[k] for k in ctx.delivered])
+        if ctx.beside:
+            beside, leaves = zip(*ctx.beside, strict=True)
+            ctx.delivery.make_way(leaves, [backward.gradients[k] for k in beside])
     ctx.slot.reload(ctx.lent)
     found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds)
     return found

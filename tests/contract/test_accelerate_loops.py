@@ -46,6 +46,27 @@ def test_a_stock_loop(run: Run) -> None:
         run.note("loss and rate", [loss, schedule.get_last_lr()])
 
 
+@same_as_plain(replays=12)
+def test_hooks_come_and_go_in_the_middle_of_an_accumulation(run: Run) -> None:
+    """The gradient of the micro-batch before lies where a replay puts the next one."""
+    accelerate = accelerator(run, gradient_accumulation_steps=3)
+    model, optimizer, data, _ = prepared(run, accelerate, 45)
+    norms: list[Tensor] = []
+    for number, (x, y) in enumerate(run.each(data)):
+        if number % 7 == 1:
+            weight = accelerate.unwrap_model(model).second.weight
+            handle = weight.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))
+        with accelerate.accumulate(model):
+            loss = cross_entropy(model(x), y)
+            accelerate.backward(loss)
+            run.note("gradients", [p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 7 == 3:
+            handle.remove()
+    run.note("norms", norms)
+
+
 class _Teacher(Net):
     calls = 0
 
