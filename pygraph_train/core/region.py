@@ -743,7 +743,7 @@ class PhaseRegion:
         """
         self.owner.make_way(given)
         for asked in slot.backwards or [frozenset()]:
-            runs = known[asked] if asked in known else self._plain_runs(given, asked, most=1)
+            runs = known[asked] if asked in known else self._plain_runs(given, asked)
             if runs is None or (difference := self._difference(runs, slot, given, asked)) is None:
                 continue
             # what a kernel that adds in no fixed order gives now and then is no other computation
@@ -763,22 +763,10 @@ class PhaseRegion:
             runs.add(self._plain_fingerprint(given, asked) or runs.first)
         return runs.refuse(found)
 
-    def _plain_runs(
-        self, given: Sequence[Any], asked: frozenset[int], most: int = PlainRuns.ENOUGH
-    ) -> PlainRuns | None:
-        """What the region gives without a graph; None where such a backward is not possible.
-
-        Args:
-            most: runs. Where the second one is equal to the first one bit for bit, no third one is needed.
-        """
-        if (first := self._plain_fingerprint(given, asked)) is None:
-            return None
-        runs = PlainRuns(first, "result")
-        for _ in range(most - 1):
-            runs.add(self._plain_fingerprint(given, asked) or first)
-            if runs.agree:
-                break
-        return runs
+    def _plain_runs(self, given: Sequence[Any], asked: frozenset[int]) -> PlainRuns | None:
+        """One run of the region without a graph; None where such a backward is not possible."""
+        first = self._plain_fingerprint(given, asked)
+        return None if first is None else PlainRuns(first, "result")
 
     def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
