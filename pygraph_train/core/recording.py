@@ -14,8 +14,10 @@ from pygraph_train.boundary import REPLAY, executes
 from pygraph_train.core.memory import free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
+from pygraph_train.identity import picker
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.memory import (
+    addresses_of,
     as_part_of,
     borrower,
     copy_all,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
 
 _DRAWN = ("torch", OF_DEVICES)
+
+_Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
 
 
 class _Activations:
@@ -75,16 +79,22 @@ class _Backward(NamedTuple):
 
     Attributes:
         seeds: the gradient of each of these outputs, which `graph` reads.
+        targets: what is copied to there.
         gradients: of `leads`, None where there is none. Each replay overwrites them.
+        present: those that are there.
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
+        lying: tells where `present` lies.
     """
 
     graph: Graph
     seeds: dict[int, Tensor]
+    targets: Sequence[Tensor]
     gradients: list[Tensor | None]
+    present: list[Tensor]
     homes: list[Tensor]
     addresses: list[int]
+    lying: Callable[[], list[int]]
 
 
 class RecordedRegion:
@@ -132,7 +142,7 @@ class RecordedRegion:
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
-        self._routes: dict[frozenset[int], tuple[list[int], list[int]]] = {}
+        self._routes: dict[frozenset[int], _Routes] = {}
         self.ways: dict[frozenset[int], Way] = {}
         try:
             self._record(given)
@@ -208,8 +218,10 @@ class RecordedRegion:
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
-        homes = [local_tensor(g).detach() for g in gradients if g is not None]
-        return _Backward(graph, seeds, gradients, homes, list(map(Tensor.data_ptr, homes)))
+        present = [g for g in gradients if g is not None]
+        homes, lying = [local_tensor(g).detach() for g in present], addresses_of(present)
+        targets = local_tensors(list(seeds.values()))
+        return _Backward(graph, seeds, targets, gradients, present, homes, lying(), lying)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -249,28 +261,35 @@ class RecordedRegion:
             self._activations.given_up = False
 
     def _load(self, given: Sequence[Any]) -> None:
-        if self._moving:
-            copy_all(self._targets, [self._whole(i, local_tensor(given[i]).detach()) for i in self._moving])
+        if not self._moving:
+            return
+        parts = list(map(Tensor.detach, local_tensors(list(map(given.__getitem__, self._moving)))))
+        if self._overlap:
+            parts = list(map(self._whole, self._moving, parts))
+        copy_all(self._targets, parts)
 
     def _whole(self, position: int, tensor: Tensor) -> Tensor:
         return span(tensor) if position in self._overlap else tensor
 
     def reload(self, parameters: Sequence[Tensor]) -> None:
         """Copy the parameters that are lent, before a backward: other parts were called since the forward. Hot path."""
-        if parameters:
-            copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
+        copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
-    def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
-        """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""
+    def routes(self, of: frozenset[int]) -> _Routes:
+        """Which of `leads` are delivered, and returned to autograd, and what takes the former out of the inputs.
+
+        See `node.replay`. Hot path.
+        """
         known = self._routes.get(of)
         if known is None:
             delivered = [k for k, i in enumerate(self.leads) if i in of]
-            known = self._routes[of] = delivered, [k for k, i in enumerate(self.leads) if i not in of]
+            returned = [k for k, i in enumerate(self.leads) if i not in of]
+            known = self._routes[of] = delivered, returned, picker([self.leads[k] for k in delivered])
         return known
 
     # -- replays --------------------------------------------------------------------------------------
 
-    def replay_forward(self, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
+    def replay_forward(self, given: Sequence[Any], token: Any) -> list[Any]:
         """Run the forward. Hot path.
 
         Args:
@@ -284,10 +303,10 @@ class RecordedRegion:
         self._forward.replay()
         for i in self._written_back:
             local_tensor(given[i]).detach().copy_(local_tensor(self._static[i]).detach())
-        return tuple(
+        return [
             (_clone(o) if isinstance(o, Tensor) else o) if how is None else given[how]
             for o, how in zip(self._outputs, self._hand_out, strict=True)
-        )
+        ]
 
     def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> _Backward | None:
         """The recorded backward of these outputs as it is called now, None where there is none. Hot path.
@@ -299,8 +318,9 @@ class RecordedRegion:
         if keeps and self.gives_up:
             self.region.keep_activations()
             return None
-        if any(placements_of(g) != self.region.placements.get(i) for i, g in seeds.items()):
-            return None
+        for i, gradient in seeds.items():
+            if placements_of(gradient) != self.region.placements.get(i):
+                return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None
         return self._backwards.get(frozenset(seeds))
@@ -317,13 +337,11 @@ class RecordedRegion:
         if backward is None:
             return self._another_backward(seeds)
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
-            targets = local_tensors(list(backward.seeds.values()))
-            copy_all(targets, local_tensors([seeds[i] for i in backward.seeds]))
+            copy_all(backward.targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
             backward.graph.replay()
             self._backed = self.generation
-        present = local_tensors([g for g in backward.gradients if g is not None])
-        if list(map(Tensor.data_ptr, present)) != backward.addresses:
-            for gradient, home in zip(present, backward.homes, strict=True):
+        if backward.lying() != backward.addresses:
+            for gradient, home in zip(local_tensors(backward.present), backward.homes, strict=True):
                 gradient.data = home
         return backward.gradients
 
@@ -452,7 +470,9 @@ def _keys_of(region: PhaseRegion, given: Sequence[Any], leads: Iterable[int]) ->
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    return as_part_of(tensor, local_tensor(tensor).detach().clone())
+    part = local_tensor(tensor)
+    copy = part.detach().clone()
+    return copy if part is tensor else as_part_of(tensor, copy)
 
 
 def _sample_seed(output: Tensor, placements: Any) -> Tensor:
