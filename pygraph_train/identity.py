@@ -11,8 +11,12 @@ from typing import Any
 _ITEMS = tuple.__basicsize__
 """Bytes from the beginning of a tuple to the references to its items."""
 
+# as `ctypes.string_at`, which is a function of Python
+_kind: Any = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
+_string_at = _kind(("PyBytes_FromStringAndSize", ctypes.pythonapi))
 
-def _by_memory(items: tuple[Any, ...], string_at: Callable[[int, int], bytes] = ctypes.string_at) -> bytes:
+
+def _by_memory(items: tuple[Any, ...], string_at: Callable[[int, int], bytes] = _string_at) -> bytes:
     return string_at(id(items) + _ITEMS, 8 * len(items))
 
 
