@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import RecordedRegion
+from pygraph_train.core.recording import RecordedRegion, Routes
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
@@ -98,7 +98,7 @@ class Delivery:
         self, parameters: Sequence[Tensor], found: Sequence[Tensor | None], first: bool = False
     ) -> None:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
-        if first or _none_has_one(parameters):
+        if first or _NONE.issuperset(map(_grad, parameters)):
             for p, g in zip(parameters, found, strict=True):
                 p.grad = g
             return
@@ -121,7 +121,7 @@ class Delivery:
         Returns:
             Whether no parameter has a gradient.
         """
-        if _none_has_one(parameters):
+        if _NONE.issuperset(map(_grad, parameters)):
             return True
         moved: list[Tensor] = []
         totals: list[Tensor] = []
@@ -142,11 +142,6 @@ class Delivery:
 
 
 _grad = operator.attrgetter("grad")
-
-
-def _none_has_one(parameters: Sequence[Tensor]) -> bool:
-    """Whether no parameter has a gradient. Hot path."""
-    return _NONE.issuperset(map(_grad, parameters))
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
@@ -218,15 +213,15 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[RecordedRegion, Sequence[Any], Delivery, frozenset[int], Way | None, list[Any]],
+        call: tuple[RecordedRegion, Sequence[Any], Delivery, Routes, Way | None, list[Any]],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        slot, given, delivery, of, way, made = call  # one argument: torch looks at each of them in Python
+        slot, given, delivery, routes, way, made = call  # one argument: torch looks at each of them in Python
         token = Token()
         ctx.stream = _stream_of(slot)
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.returned, parameters = slot.routes(of)
+        ctx.delivered, ctx.returned, parameters = routes
         ctx.parameters, ctx.way = parameters(given), way
         ctx.lent = list(map(given.__getitem__, slot.lent))
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
@@ -326,7 +321,7 @@ def replay(
     """
     if not slot.leads:
         return list(slot.replay_forward(given, Token()))
-    delivered, returned, parameters = slot.routes(of)
+    delivered, returned, parameters = routes = slot.routes(of)
     inputs, way = [given[slot.leads[k]] for k in returned] if returned else [], None
     if delivered:
         if leads:
@@ -335,7 +330,7 @@ def replay(
             inputs.append(way.tensor)
         inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])
     made: list[Any] = []
-    differ = _Replay.apply((slot, given, delivery, of, way, made), *inputs)
+    differ = _Replay.apply((slot, given, delivery, routes, way, made), *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made

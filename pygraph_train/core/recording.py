@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _DRAWN = ("torch", OF_DEVICES)
 
-_Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
+Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
 
 
 class _Activations:
@@ -142,7 +142,7 @@ class RecordedRegion:
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
-        self._routes: dict[frozenset[int], _Routes] = {}
+        self._routes: dict[frozenset[int], Routes] = {}
         self.ways: dict[frozenset[int], Way] = {}
         try:
             self._record(given)
@@ -275,7 +275,7 @@ class RecordedRegion:
         """Copy the parameters that are lent, before a backward: other parts were called since the forward. Hot path."""
         copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
-    def routes(self, of: frozenset[int]) -> _Routes:
+    def routes(self, of: frozenset[int]) -> Routes:
         """Which of `leads` are delivered, and returned to autograd, and what takes the former out of the inputs.
 
         See `node.replay`. Hot path.

@@ -6,6 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
 
 _BACKWARD = operator.methodcaller("backward")
+_ALONE = nullcontext()
 SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
     "the function for the loss makes the backward itself",
@@ -133,7 +135,7 @@ class LossSteps(NotCopied):
             return plainly(lambda: self._make_plainly(args, kwargs, update=update))
         counted = self._report.steps
         return self._boundary.make(
-            lambda: self._make_by_runner(args, kwargs, update),
+            functools.partial(self._make_by_runner, args, kwargs, update),
             lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
         )
 
@@ -146,14 +148,13 @@ class LossSteps(NotCopied):
         program = self._program
         if self._after_first is not None:
             self._second_step(self._after_first)
-        sync = program.replication.exchanges(update=update)
+        sync = not program.replication.shared or program.replication.exchanges(update=update)
         update = update and program.optimizer is not None
         fresh = not self._pending
         if program.optimizer is None:
             fresh = program.starts_fresh()
-        constants = program.constants()
-        if self._position != (fresh, update, constants, sync):
-            self._position = PositionInAccumulation(fresh, update, constants, sync)
+        if self._position != (fresh, update, (), sync):
+            self._position = PositionInAccumulation(fresh, update, sync=sync)
         position = self._position
 
         runner = self._runner
@@ -164,11 +165,8 @@ class LossSteps(NotCopied):
             result = program.run(plain_call, args, kwargs, position, plain_update)
         else:
             step = runner.begin(position)
-
-            def run(call: Call) -> Any:
-                return program.run(call, args, kwargs, position, step.update)
-
-            result = runner.make(run)
+            given: Any = {"args": args, "kwargs": kwargs, "position": position, "update": step.update}
+            result = runner.make(functools.partial(program.run, **given))
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         done(result)
         if runner is not None:
@@ -274,9 +272,11 @@ class LossProgram(StepProgram):
         return self._step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        # a step_fn that looks at its learning rate sees the Python number
-        with self.as_outside():
+        if self._preparation is None or not self._preparation.active:
             result = call(self._step_fn, args, kwargs)
+        else:  # a step_fn that looks at its learning rate sees the Python number
+            with self._preparation.suspended():
+                result = call(self._step_fn, args, kwargs)
         if type(result) is Tensor and result.requires_grad and result.dim() == 0:
             return result, result
         return self._loss_of(result)
@@ -302,7 +302,7 @@ class LossProgram(StepProgram):
             )
         return loss, result
 
-    @property
+    @functools.cached_property
     def backward(self) -> Callable[[Tensor], object]:
         """What makes the backward of a loss by autograd."""
         return (lambda loss: self.scaling.scale(loss).backward()) if self.scaling.on else _BACKWARD
@@ -366,11 +366,11 @@ class LossProgram(StepProgram):
             _empty_gradients(self.optimizer)
         # all of this now: nothing has happened yet that could not be made twice
         backward, (between, body) = self.backward, self.update_in_parts()
-        make_update = update(body, lambda: (position.constants, self.constants()))
-        with self.replication.micro_batch(sync=position.sync):
+        make_update = update(body, self.constants)
+        with self.replication.micro_batch(sync=position.sync) if self.replication.shared else _ALONE:
             loss, result = self.forward(call, args, kwargs)
             try:
-                if self.scaling.on or not tried(lambda: made_directly(loss)):
+                if self.scaling.on or not tried(functools.partial(made_directly, loss)):
                     backward(loss)
             except RuntimeError as error:
                 if SECOND_BACKWARD in str(error):  # or it uses what an earlier step has computed

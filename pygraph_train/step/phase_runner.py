@@ -85,7 +85,8 @@ class PhaseRunner:
 
     def begin(self, position: PositionInAccumulation) -> StepOfPhases:
         """A training step begins, or one micro-batch of it."""
-        self._training.step_began()
+        self._training.step += 1
+        self._training.report.step_began()
         return StepOfPhases(self, position)
 
     def make(self, run: Callable[[Call], R]) -> R:
@@ -99,11 +100,12 @@ class PhaseRunner:
             regions.end = None
             call = self._call if self._may_replay() else plain_call
             config = self._training.config
-            early = self._training.step <= config.warmup_steps or (self.timing and config.optimizer != "on")
+            timing = self._chooser is not None and self.timing
+            early = self._training.step <= config.warmup_steps or (timing and config.optimizer != "on")
             if not (self._prepared or early):
                 self._prepare()
             if self._training.step > 1:
-                if not self.timing:
+                if not timing:
                     return run(call)
                 began = time.perf_counter()
                 made = run(call)
@@ -180,17 +182,6 @@ class PhaseRunner:
             program, preparation, training.engine, training.config, training.report
         )
 
-    def update(
-        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
-    ) -> Callable[[], None]:
-        """What makes the optimizer phase of a step."""
-
-        def made() -> None:
-            body()
-            done(None)
-
-        return partial(self._boundary.make, partial(self._make_update, step, made, constants), made)
-
     def _make_update(
         self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
     ) -> None:
@@ -198,10 +189,10 @@ class PhaseRunner:
         scaling = training.program.scaling
         if phase is None or self._preparation is None:
             return body()
-        if scaling.unscaled:
+        if scaling.on and scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        phase.run(body, (constants(), scaling.numbers()), step=training.step)
+        phase.run(body, (constants(), scaling.numbers() if scaling.on else ()), step=training.step)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
@@ -217,16 +208,13 @@ class PhaseRunner:
         if self._preparation is not None:
             self._preparation.close()
 
-    def finish(self, step: StepOfPhases) -> None:
-        """The step has ended."""
-        self._boundary.make(lambda: self._finish(step), lambda: None)
-
     def _finish(self, step: StepOfPhases) -> None:
         training, regions = self._training, self._regions
-        told = self._told[:]
-        self._told.clear()
-        for problem in told:
-            training.note(problem)
+        if self._told:
+            told = self._told[:]
+            self._told.clear()
+            for problem in told:
+                training.note(problem)
         chooser = self._chooser
         missed = chooser is not None and chooser.misses(regions.parts)
         if missed and training.replays:  # else another reason stands against all steps
@@ -235,7 +223,7 @@ class PhaseRunner:
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
         training.report.step_ended(plan, updated=step.position.update)
-        self._hopeless = self._hopeless + 1 if regions.hopeless else 0
+        self._hopeless = self._hopeless + 1 if not graphed and regions.hopeless else 0
         if self._hopeless == HOPELESS:
             regions.close()
             self._runs_plain = True
@@ -334,11 +322,17 @@ class StepOfPhases:
             body: the phase in Python, which says what it executes.
             constants: what gives the Python values that a capture of `body` bakes in.
         """
-        return self._runner.update(self, body, constants)
+        runner = self._runner
+
+        def made() -> None:
+            body()
+            done(None)
+
+        return partial(runner._boundary.make, partial(runner._make_update, self, made, constants), made)
 
     def finish(self) -> None:
         """The step has ended, its update included."""
-        self._runner.finish(self)
+        self._runner._boundary.make(partial(self._runner._finish, self), lambda: None)
 
 
 def runner_for(
