@@ -266,14 +266,20 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
         slot.region.backwards += 1
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
-        delivery.take(parameters, [found[k] for k in ctx.delivered])
+        delivery.take(parameters, _of(found, ctx.delivered))
     return made
+
+
+def _of(gradients: list[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
+    """Those at these places, which are in order. Hot path."""
+    whole = len(places) == len(gradients)
+    return gradients if whole else list(map(gradients.__getitem__, places))
 
 
 def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor]) -> list[Tensor | None]:
     """Those of `leads`, by a recorded backward, or None. Gradients that lie where it writes them move before."""
     if backward is not None:
-        ctx.delivery.make_way(ctx.parameters, [backward.gradients[k] for k in ctx.delivered])
+        ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
     if ctx.lent:
         ctx.slot.reload(ctx.lent)
     found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds)
@@ -292,7 +298,7 @@ def _for_autograd(
     """
     way: Way | None = None if delivers else ctx.way
     sent = [found[k] for k in (ctx.returned if way is None else (*ctx.returned, *ctx.delivered))]
-    if not lasting:
+    if sent and not lasting:
         sent = _copies(sent)
     made = [None, *sent[: len(ctx.returned)]]
     if way is not None:
@@ -368,7 +374,7 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
     if (backward := node.slot.backward_of(seeds)) is None:
         return False
-    found = list(map(backward.gradients.__getitem__, node.delivered))
+    found = _of(backward.gradients, node.delivered)
     first = node.delivery.make_way(node.parameters, found)
     if node.lent:
         node.slot.reload(node.lent)

@@ -153,9 +153,9 @@ class LossSteps(NotCopied):
         fresh = not self._pending
         if program.optimizer is None:
             fresh = program.starts_fresh()
-        if self._position != (fresh, update, (), sync):
-            self._position = PositionInAccumulation(fresh, update, sync=sync)
-        position = self._position
+        position: Any = self._position
+        if position != (fresh, update, (), sync):
+            position = self._position = PositionInAccumulation(fresh, update, sync=sync)
 
         runner = self._runner
         if self.apart is not None:
