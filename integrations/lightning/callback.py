@@ -320,18 +320,7 @@ class _AutomaticStep:
         if trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
             self._meet_callbacks()
         update = not trainer.fit_loop._should_accumulate()
-        replication = self._program.replication
-        position = PositionInAccumulation(
-            fresh=batch_idx % trainer.accumulate_grad_batches == 0,
-            update=update,
-            constants=(
-                trainer.accumulate_grad_batches,
-                trainer.gradient_clip_val,
-                trainer.gradient_clip_algorithm,
-            ),
-            sync=replication.exchanges(update=update),
-        )
-        if position.update and not self._closure_is_known and not self._runner.stopped:
+        if update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
 
         def run(call: Call) -> dict[str, Any]:
@@ -340,7 +329,7 @@ class _AutomaticStep:
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        self._step = step = self._runner.begin(position)
+        self._step = step = self._runner.begin(PositionInAccumulation(update=update))
         output = self._runner.make(run)
         done(output)
         step.finish()

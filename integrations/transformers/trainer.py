@@ -165,9 +165,7 @@ class _WholeStep:
         program.scale = _loss_scale(trainer, num_items)
         update, replication = trainer.accelerator.sync_gradients, self._replication
         position = PositionInAccumulation(
-            fresh=all(p.grad is None for p in program.parameters),
             update=update,
-            constants=(program.scale, trainer.args.max_grad_norm),
             sync=replication.exchanges(update=update),
         )
         self._step = runner.begin(position)
@@ -262,7 +260,6 @@ class _TrainerProgram(StepProgram):
         if not replication.shared:  # without what torch_compile=True would compile again
             self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.scale = 1
-        self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._trainer = trainer
         model = self.model
 

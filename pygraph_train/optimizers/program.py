@@ -70,4 +70,6 @@ class UpdateProgram:
 
     def as_outside(self) -> AbstractContextManager[None]:
         """Around code of the user: learning rates that it reads are the user's numbers, not tensors of ours."""
-        return nullcontext() if self._preparation is None else self._preparation.suspended()
+        if self._preparation is None or not self._preparation.active:
+            return nullcontext()
+        return self._preparation.suspended()

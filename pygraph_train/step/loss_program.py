@@ -150,12 +150,9 @@ class LossSteps(NotCopied):
             self._second_step(self._after_first)
         sync = not program.replication.shared or program.replication.exchanges(update=update)
         update = update and program.optimizer is not None
-        fresh = not self._pending
-        if program.optimizer is None:
-            fresh = program.starts_fresh()
         position: Any = self._position
-        if position != (fresh, update, (), sync):
-            position = self._position = PositionInAccumulation(fresh, update, sync=sync)
+        if position != (not self._pending, update, sync):
+            position = self._position = PositionInAccumulation(not self._pending, update, sync)
 
         runner = self._runner
         if self.apart is not None:
@@ -196,7 +193,7 @@ class LossSteps(NotCopied):
         optimizer = program.optimizer
         if (replication := program.replication).shared:  # the others wait for gradients, or do not
             sync = replication.exchanges(update=update)
-            position = PositionInAccumulation(not self._pending, update and optimizer is not None, (), sync)
+            position = PositionInAccumulation(not self._pending, update and optimizer is not None, sync)
             result = program.run(plain_call, args, kwargs, position, plain_update)
             self._pending = not position.update
             return result
@@ -348,10 +345,6 @@ class LossProgram(StepProgram):
         """Everything between the backward and the end of the step."""
         self.transform_gradients()
         self.update()
-
-    def starts_fresh(self) -> bool:
-        """Without an optimizer of ours: whether the caller emptied the gradients."""
-        return all(p.grad is None for p in self.model.parameters())
 
     def run(
         self,
