@@ -59,7 +59,6 @@ from pygraph_train.report.announcements import give_reason, show, switched_off, 
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.memory import tensor_version
 
@@ -329,7 +328,7 @@ class _AutomaticStep:
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        self._step = step = self._runner.begin(PositionInAccumulation(update=update))
+        self._step = step = self._runner.begin(update)
         output = self._runner.make(run)
         done(output)
         step.finish()

@@ -40,7 +40,6 @@ from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 
 
@@ -164,16 +163,12 @@ class _WholeStep:
         inputs = dict(trainer._prepare_inputs(inputs))
         program.scale = _loss_scale(trainer, num_items)
         update, replication = trainer.accelerator.sync_gradients, self._replication
-        position = PositionInAccumulation(
-            update=update,
-            sync=replication.exchanges(update=update),
-        )
-        self._step = runner.begin(position)
+        self._step = runner.begin(update)
         accelerator = trainer.accelerator
         others = accelerator.scaler is not None or "backward" in vars(accelerator)
 
         def run(call: Call) -> Tensor:
-            with replication.micro_batch(sync=position.sync):
+            with replication.micro_batch(last=update):
                 if call is plain_call:
                     executes(STEP)
                     return step(program.model, inputs)

@@ -365,12 +365,11 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
         return False
     if hooks_of(loss) or loss.retains_grad:
         return False
-    if quotient is not None:
-        if hooks_of(quotient) or quotient.retains_grad:
-            return False
-        divided: Any = quotient.grad_fn
-        if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
-            return False
+    if quotient is not None and (hooks_of(quotient) or quotient.retains_grad):
+        return False
+    divided: Any = None if quotient is None else quotient.grad_fn
+    if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
+        return False
     seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
     if (backward := node.slot.backward_of(seeds)) is None:
         return False

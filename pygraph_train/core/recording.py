@@ -79,19 +79,15 @@ class _Backward(NamedTuple):
 
     Attributes:
         seeds: the gradient of each of these outputs, which `graph` reads.
-        targets: what is copied to there.
         gradients: of `leads`, None where there is none. Each replay overwrites them.
-        present: those that are there.
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
-        lying: tells where `present` lies.
+        lying: tells where the gradients are.
     """
 
     graph: Graph
     seeds: dict[int, Tensor]
-    targets: Sequence[Tensor]
     gradients: list[Tensor | None]
-    present: list[Tensor]
     homes: list[Tensor]
     addresses: list[int]
     lying: Callable[[], list[int]]
@@ -218,10 +214,9 @@ class RecordedRegion:
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
-        present = [g for g in gradients if g is not None]
-        homes, lying = [local_tensor(g).detach() for g in present], addresses_of(present)
-        targets = local_tensors(list(seeds.values()))
-        return _Backward(graph, seeds, targets, gradients, present, homes, lying(), lying)
+        lying = addresses_of([g for g in gradients if g is not None])
+        homes = [local_tensor(g).detach() for g in gradients if g is not None]
+        return _Backward(graph, seeds, gradients, homes, lying(), lying)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -276,10 +271,7 @@ class RecordedRegion:
         copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
     def routes(self, of: frozenset[int]) -> Routes:
-        """Which of `leads` are delivered, and returned to autograd, and what takes the former out of the inputs.
-
-        See `node.replay`. Hot path.
-        """
+        """Which of `leads` are delivered, and returned to autograd, and what picks inputs of the former. Hot path."""
         known = self._routes.get(of)
         if known is None:
             delivered = [k for k, i in enumerate(self.leads) if i in of]
@@ -337,11 +329,13 @@ class RecordedRegion:
         if backward is None:
             return self._another_backward(seeds)
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
-            copy_all(backward.targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
+            targets = local_tensors(list(backward.seeds.values()))
+            copy_all(targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
             backward.graph.replay()
             self._backed = self.generation
         if backward.lying() != backward.addresses:
-            for gradient, home in zip(local_tensors(backward.present), backward.homes, strict=True):
+            present = local_tensors([g for g in backward.gradients if g is not None])
+            for gradient, home in zip(present, backward.homes, strict=True):
                 gradient.data = home
         return backward.gradients
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from pygraph_train.graphs.engine import (
 )
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.optimizers.program import UpdateProgram, optimized
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -71,8 +70,6 @@ _NO_GRADIENT = (
 _grad = operator.attrgetter("grad")
 
 _dtype = operator.attrgetter("dtype")
-
-_params = operator.itemgetter("params")
 
 
 class Layout(NamedTuple):
@@ -186,7 +183,7 @@ class OptimizerPhase:
         self.replayed, self.waits = False, ""
         if self.problem is not None:
             return body()
-        parameters = list(chain.from_iterable(map(_params, self._optimizer.param_groups)))
+        parameters = list(optimized(self._optimizer))
         gradients = list(map(_grad, parameters))
         try:
             layout = Layout.of(gradients)

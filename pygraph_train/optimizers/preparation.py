@@ -459,11 +459,7 @@ class OptimizerPreparation:
 
     def state_unchanged(self) -> bool:
         """Whether the state holds exactly the objects of the last `remember()`, where they were then. Hot path."""
-        held = self._optimizer.state.values()  # as in `_state_values`, which is called
-        if (
-            self._remembered is None
-            or identities(tuple(gc.get_referents(*held))) != self._remembered_identities
-        ):
+        if self._remembered is None or identities(tuple(self._state_values())) != self._remembered_identities:
             return False
         # of the same tensors: `t.data = ...` moves them
         return self._present_addresses() == self._remembered_addresses

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ UNSCALED = Problem(
 def optimized(optimizer: torch.optim.Optimizer | None) -> tuple[Tensor, ...]:
     """The parameters that an optimizer holds, in their order; () without one."""
     groups = () if optimizer is None else optimizer.param_groups
-    return tuple(chain.from_iterable([group["params"] for group in groups]))
+    return tuple(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -41,7 +41,6 @@ from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
 
@@ -87,7 +86,6 @@ class LossSteps(NotCopied):
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
-        self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None and self.apart is None:
             self._report.note(tell_why_off(config, why_off))
@@ -116,13 +114,7 @@ class LossSteps(NotCopied):
             quietly(self._runner.close)
             self._runner = None
 
-    def _make(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        update: bool,
-    ) -> Any:
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         """Make one step.
 
         Args:
@@ -139,38 +131,28 @@ class LossSteps(NotCopied):
             lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
         )
 
-    def _make_by_runner(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        update: bool,
-    ) -> Any:
+    def _make_by_runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         program = self._program
         if self._after_first is not None:
             self._second_step(self._after_first)
-        sync = not program.replication.shared or program.replication.exchanges(update=update)
-        update = update and program.optimizer is not None
-        position: Any = self._position
-        if position != (not self._pending, update, sync):
-            position = self._position = PositionInAccumulation(not self._pending, update, sync)
-
+        updates = update and program.optimizer is not None
+        place: Any = {"first": not self._pending, "last": update}
         runner = self._runner
         if self.apart is not None:
-            result = self.apart((args, kwargs), {"update": update, "counts": False})
+            result = self.apart((args, kwargs), {"update": updates, "counts": False})
         elif runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
-            result = program.run(plain_call, args, kwargs, position, plain_update)
+            result = program.run(args, kwargs, plain_update, plain_call, **place)
         else:
-            step = runner.begin(position)
-            given: Any = {"args": args, "kwargs": kwargs, "position": position, "update": step.update}
-            result = runner.make(functools.partial(program.run, **given))
-        self._pending = not update  # only now: a step that raised is not part of an accumulation
+            step = runner.begin(updates)
+            result = runner.make(functools.partial(program.run, args, kwargs, step.update, **place))
+        self._pending = not updates  # only now: a step that raised is not part of an accumulation
         done(result)
         if runner is not None:
             step.finish()
         if not self._made:
             self._made = True
-            self._after_first = AfterFirstStep(result, program.optimizer if update else None)
+            self._after_first = AfterFirstStep(result, program.optimizer if updates else None)
         elif runner is not None and not step.replayed:
             self._at_rest = runner.at_rest
         elif runner is None:
@@ -191,11 +173,10 @@ class LossSteps(NotCopied):
             except Exception as error:
                 not_needed(error)
         optimizer = program.optimizer
-        if (replication := program.replication).shared:  # the others wait for gradients, or do not
-            sync = replication.exchanges(update=update)
-            position = PositionInAccumulation(not self._pending, update and optimizer is not None, sync)
-            result = program.run(plain_call, args, kwargs, position, plain_update)
-            self._pending = not position.update
+        if program.replication.shared:  # the others wait for gradients, or do not
+            first = not self._pending
+            result = program.run(args, kwargs, plain_update, plain_call, first=first, last=update)
+            self._pending = not update or optimizer is None
             return result
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
@@ -348,19 +329,27 @@ class LossProgram(StepProgram):
 
     def run(
         self,
-        call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        position: PositionInAccumulation,
         update: Callable[[Callable[[], None], Callable[[], Any]], Callable[[], None]],
+        call: Call,
+        *,
+        first: bool,
+        last: bool,
     ) -> Any:
-        """The whole step without a graph; `update` gives what makes its optimizer phase, see `StepOfPhases.update`."""
-        if self.optimizer is not None and position.fresh:
+        """The whole step without a graph.
+
+        Args:
+            args, kwargs: of its function, which `call` runs.
+            update: gives what makes its optimizer phase, see `StepOfPhases.update`.
+            first, last: whether gradients begin with nothing, and an update follows.
+        """
+        if self.optimizer is not None and first:
             _empty_gradients(self.optimizer)
         # all of this now: nothing has happened yet that could not be made twice
         backward, (between, body) = self.backward, self.update_in_parts()
         make_update = update(body, self.constants)
-        with self.replication.micro_batch(sync=position.sync) if self.replication.shared else _ALONE:
+        with self.replication.micro_batch(last=last) if self.replication.shared else _ALONE:
             loss, result = self.forward(call, args, kwargs)
             try:
                 if self.scaling.on or not tried(functools.partial(made_directly, loss)):
@@ -369,7 +358,7 @@ class LossProgram(StepProgram):
                 if SECOND_BACKWARD in str(error):  # or it uses what an earlier step has computed
                     tell_once(f"Perhaps {BACKWARD_MADE}")
                 raise
-        if position.update:
+        if last and self.optimizer is not None:
             if between is not None:
                 between()
             make_update()

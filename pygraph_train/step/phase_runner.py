@@ -24,7 +24,6 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.chooser import chooser_for, pays_of
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, left_untraced, traces, traces_of_others
@@ -83,11 +82,11 @@ class PhaseRunner:
 
     # -- one step --------------------------------------------------------------------------------------
 
-    def begin(self, position: PositionInAccumulation) -> StepOfPhases:
-        """A training step begins, or one micro-batch of it."""
+    def begin(self, updates: bool) -> StepOfPhases:
+        """A training step begins, or one micro-batch of it, with or without an update."""
         self._training.step += 1
         self._training.report.step_began()
-        return StepOfPhases(self, position)
+        return StepOfPhases(self, updates)
 
     def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
@@ -210,11 +209,8 @@ class PhaseRunner:
 
     def _finish(self, step: StepOfPhases) -> None:
         training, regions = self._training, self._regions
-        if self._told:
-            told = self._told[:]
-            self._told.clear()
-            for problem in told:
-                training.note(problem)
+        while self._told:
+            training.note(self._told.pop(0))
         chooser = self._chooser
         missed = chooser is not None and chooser.misses(regions.parts)
         if missed and training.replays:  # else another reason stands against all steps
@@ -222,7 +218,7 @@ class PhaseRunner:
         graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
-        training.report.step_ended(plan, updated=step.position.update)
+        training.report.step_ended(plan, updated=step.updates)
         self._hopeless = self._hopeless + 1 if not graphed and regions.hopeless else 0
         if self._hopeless == HOPELESS:
             regions.close()
@@ -299,15 +295,15 @@ class StepOfPhases:
     """One training step, or one micro-batch of it.
 
     Attributes:
-        position: where it stands in accumulation.
+        updates: whether the optimizer steps after it.
         replayed: whether forward and backward came from graphs.
         update_replayed: whether the update did.
     """
 
-    __slots__ = ("_runner", "position", "replayed", "update_replayed")
+    __slots__ = ("_runner", "replayed", "update_replayed", "updates")
 
-    def __init__(self, runner: PhaseRunner, position: PositionInAccumulation) -> None:
-        self._runner, self.position = runner, position
+    def __init__(self, runner: PhaseRunner, updates: bool) -> None:
+        self._runner, self.updates = runner, updates
         self.replayed = self.update_replayed = False
 
     @property
