@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import NamedTuple
 
 
 class Phase(str, Enum):
@@ -17,8 +17,7 @@ class Phase(str, Enum):
     __hash__ = str.__hash__  # that of `Enum` is written in Python, and each step is counted by its plan
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Which phases run from a graph of their own.
 
     Prints as `{F} {B} {O}` (each has a graph), `{F} {B} O` (the optimizer runs without one), `F B O` (no graph).

@@ -124,9 +124,11 @@ def _results_in_the_memory_of_the_graph(patch: pytest.MonkeyPatch) -> None:
 def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
     deliver = Delivery._deliver
 
-    def with_zeros(self: Delivery, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    def with_zeros(
+        self: Delivery, parameters: Sequence[Tensor], found: Sequence[Tensor | None], *first: bool
+    ) -> None:
         pairs = zip(parameters, found, strict=True)
-        deliver(self, parameters, [torch.zeros_like(p) if g is None else g for p, g in pairs])
+        deliver(self, parameters, [torch.zeros_like(p) if g is None else g for p, g in pairs], *first)
 
     patch.setattr(Delivery, "_deliver", with_zeros)
 

@@ -198,7 +198,7 @@ class PyGraph:
             if loop.over:
                 return make(body)
             made = once(body)
-            loop.boundary.make(lambda: make(made), made)
+            loop.boundary.make(functools.partial(make, made), made)
 
         def make(body: Callable[[], None]) -> None:
             nonlocal graph

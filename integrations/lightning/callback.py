@@ -59,7 +59,6 @@ from pygraph_train.report.announcements import give_reason, show, switched_off, 
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.memory import tensor_version
 
@@ -320,18 +319,7 @@ class _AutomaticStep:
         if trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
             self._meet_callbacks()
         update = not trainer.fit_loop._should_accumulate()
-        replication = self._program.replication
-        position = PositionInAccumulation(
-            fresh=batch_idx % trainer.accumulate_grad_batches == 0,
-            update=update,
-            constants=(
-                trainer.accumulate_grad_batches,
-                trainer.gradient_clip_val,
-                trainer.gradient_clip_algorithm,
-            ),
-            sync=replication.exchanges(update=update),
-        )
-        if position.update and not self._closure_is_known and not self._runner.stopped:
+        if update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
 
         def run(call: Call) -> dict[str, Any]:
@@ -340,7 +328,7 @@ class _AutomaticStep:
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        self._step = step = self._runner.begin(position)
+        self._step = step = self._runner.begin(update)
         output = self._runner.make(run)
         done(output)
         step.finish()

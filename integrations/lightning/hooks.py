@@ -43,7 +43,7 @@ def overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | No
 
 def overrides(owner: Any, hook: str) -> bool:
     """Whether a module or a callback has a hook of its own."""
-    parent = base_of(owner) or Callback
+    parent = base_of(type(owner)) or Callback
     if not hasattr(parent, hook):
         return False
     method = getattr(owner, hook)

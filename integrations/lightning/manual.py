@@ -64,7 +64,7 @@ class ManualOptimization:
         """Take over calls of the module's parts, and steps of the optimizers."""
         if not self._loop.active:
             return
-        for module in called_parts(self._module, base_of(self._module) or nn.Module):
+        for module in called_parts(self._module, base_of(type(self._module)) or nn.Module):
             # a wrapper calls the module itself, to run training_step
             if module is not self._module or self._wrapper is module:
                 self._loop.take_module(module, replication=self._replication)

@@ -51,10 +51,11 @@ def batches_left(trainer: Any) -> float:
     return min(float(batches), float(updates) * trainer.accumulate_grad_batches / each)
 
 
-def base_of(owner: Any) -> type | None:
-    """Lightning's class under a module or a callback, of whichever package; None for anything else."""
+@functools.cache
+def base_of(kind: type) -> type | None:
+    """Lightning's class under that of a module or a callback, of whichever package; None for anything else."""
     for name in ("LightningModule", "Callback"):
-        for cls in type(owner).__mro__:
+        for cls in kind.__mro__:
             if cls.__name__ == name and any(_inside(cls.__module__, root) for root in _ROOTS):
                 return cls
     return None

@@ -40,7 +40,6 @@ from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 
 
@@ -164,18 +163,12 @@ class _WholeStep:
         inputs = dict(trainer._prepare_inputs(inputs))
         program.scale = _loss_scale(trainer, num_items)
         update, replication = trainer.accelerator.sync_gradients, self._replication
-        position = PositionInAccumulation(
-            fresh=all(p.grad is None for p in program.parameters),
-            update=update,
-            constants=(program.scale, trainer.args.max_grad_norm),
-            sync=replication.exchanges(update=update),
-        )
-        self._step = runner.begin(position)
+        self._step = runner.begin(update)
         accelerator = trainer.accelerator
         others = accelerator.scaler is not None or "backward" in vars(accelerator)
 
         def run(call: Call) -> Tensor:
-            with replication.micro_batch(sync=position.sync):
+            with replication.micro_batch(last=update):
                 if call is plain_call:
                     executes(STEP)
                     return step(program.model, inputs)
@@ -262,7 +255,6 @@ class _TrainerProgram(StepProgram):
         if not replication.shared:  # without what torch_compile=True would compile again
             self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.scale = 1
-        self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._trainer = trainer
         model = self.model
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import Slot
+from pygraph_train.core.recording import Routes, Slot
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
@@ -59,10 +59,16 @@ class Delivery:
             self._ones[key] = torch.ones((), device=like.device, dtype=like.dtype) / by
         return self._ones[key]
 
-    def deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Put gradients in place outside of autograd's backwards. What a failed backward has left is dropped."""
+    def deliver(
+        self, parameters: Sequence[Tensor], found: Sequence[Tensor | None], first: bool = False
+    ) -> None:
+        """Put gradients in place outside of autograd's backwards. What a failed backward has left is dropped.
+
+        Args:
+            first: whether no parameter has a gradient.
+        """
         self._task, self._waiting = None, []
-        self._deliver(parameters, found)
+        self._deliver(parameters, found, first)
 
     def begin(self) -> None:
         """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
@@ -87,19 +93,20 @@ class Delivery:
             self._deliver(*self._waiting[0])
             del self._waiting[0]
 
-    def _deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    def _deliver(
+        self, parameters: Sequence[Tensor], found: Sequence[Tensor | None], first: bool = False
+    ) -> None:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
-        lying = list(map(_grad, parameters))
-        if _NONE.issuperset(map(type, lying)):
+        if first or _NONE.issuperset(map(_grad, parameters)):
             for p, g in zip(parameters, found, strict=True):
                 p.grad = g
             return
         old: list[Tensor] = []
         new: list[Tensor] = []
-        for p, g, before in zip(parameters, found, lying, strict=True):
+        for p, g in zip(parameters, found, strict=True):
             if g is None:
                 continue
-            if before is None:
+            if (before := p.grad) is None:
                 p.grad = g
             elif before is not g:  # a delivery that failed has put it there
                 old.append(before)
@@ -107,16 +114,19 @@ class Delivery:
         if old:
             add_all(old, new)
 
-    def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move. Hot path."""
-        lying = list(map(_grad, parameters))
-        if _NONE.issuperset(map(type, lying)):
-            return
+    def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> bool:
+        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move. Hot path.
+
+        Returns:
+            Whether no parameter has a gradient.
+        """
+        if _NONE.issuperset(map(_grad, parameters)):
+            return True
         moved: list[Tensor] = []
         totals: list[Tensor] = []
         there: list[Tensor] = []
-        for p, g, before in zip(parameters, found, lying, strict=True):
-            if g is not None and before is g:
+        for p, g in zip(parameters, found, strict=True):
+            if g is not None and p.grad is g:
                 total = self._sums.get(id(p))
                 if total is None or total is g or looks(total) != looks(g):
                     total = self._sums[id(p)] = torch.empty_like(g)
@@ -127,6 +137,7 @@ class Delivery:
             copy_all(totals, there)
         for p, total in zip(moved, totals, strict=True):
             p.grad = total
+        return False
 
 
 _grad = operator.attrgetter("grad")
@@ -151,10 +162,8 @@ def is_asked_for(tensor: Tensor) -> bool:
     return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
 
 
-_NONE = {type(None)}
+_NONE = {None}
 _NOTHING = torch.empty(0, device="cpu")
-_OF_NO_TENSOR = (None,) * 7
-"""Gradients of the arguments of `_Replay.forward` before the tensors."""
 
 
 class Way:
@@ -207,7 +216,8 @@ class _Way(torch.autograd.Function):
 def _stream_of(slot: Slot) -> Any:
     """The present stream of a slot's device; None on a CPU."""
     device = slot.region.owner.engine.device
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # of the accelerator: that of torch.cuda takes four times as many calls of Python
+    return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
 class _Replay(torch.autograd.Function):
@@ -216,26 +226,23 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        slot: Slot,
-        given: Sequence[Any],
-        delivery: Delivery,
-        delivered: Sequence[int],
-        returned: Sequence[int],
-        way: Way | None,
-        made: list[Any],
+        call: tuple[Slot, Sequence[Any], Delivery, Routes, Way | None, list[Any]],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
+        slot, given, delivery, routes, way, made = call  # one argument: torch looks at each of them in Python
         token = Token()
         ctx.stream = _stream_of(slot)
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.returned, ctx.way = delivered, returned, way
-        ctx.parameters = [given[slot.leads[k]] for k in delivered]
-        ctx.beside = [(k, t) for k, t in zip(returned, inputs, strict=False) if t.is_leaf]  # those with hooks
-        ctx.lent = [given[i] for i in slot.lent]
+        ctx.delivered, ctx.returned, parameters = routes
+        ctx.parameters, ctx.way = parameters(given), way
+        ctx.beside = ()
+        if ctx.returned:  # parameters with hooks may be among them
+            ctx.beside = [(k, t) for k, t in zip(ctx.returned, inputs, strict=False) if t.is_leaf]
+        ctx.lent = list(map(given.__getitem__, slot.lent))
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
-        return tuple(made[i] for i in slot.differ)
+        return tuple(map(made.__getitem__, slot.differ))
 
     @staticmethod
     @untraced
@@ -274,18 +281,25 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     slot.region.backwards += backward is not None and slot.recorded
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
-        delivery.take(parameters, [found[k] for k in ctx.delivered])
+        delivery.take(parameters, _of(found, ctx.delivered))
     return made
+
+
+def _of(gradients: list[Tensor | None], places: Sequence[int]) -> list[Tensor | None]:
+    """Those at these places, which are in order. Hot path."""
+    whole = len(places) == len(gradients)
+    return gradients if whole else list(map(gradients.__getitem__, places))
 
 
 def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor]) -> list[Tensor | None]:
     """Those of `leads`, by a recorded backward, or None. Gradients that lie where it writes them move before."""
     if backward is not None:
-        ctx.delivery.make_way(ctx.parameters, [backward.gradients[k] for k in ctx.delivered])
+        ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
         if ctx.beside:
             beside, leaves = zip(*ctx.beside, strict=True)
-            ctx.delivery.make_way(leaves, [backward.gradients[k] for k in beside])
-    ctx.slot.reload(ctx.lent)
+            ctx.delivery.make_way(leaves, _of(backward.gradients, beside))
+    if ctx.lent:
+        ctx.slot.reload(ctx.lent)
     found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds)
     return found
 
@@ -302,9 +316,9 @@ def _for_autograd(
     """
     way: Way | None = None if delivers else ctx.way
     sent = [found[k] for k in (ctx.returned if way is None else (*ctx.returned, *ctx.delivered))]
-    if not lasting:
+    if sent and not lasting:
         sent = _copies(sent)
-    made = [*_OF_NO_TENSOR, *sent[: len(ctx.returned)]]
+    made = [None, *sent[: len(ctx.returned)]]
     if way is not None:
         made.append(way.send(sent[len(ctx.returned) :]))
     return (*made, *[None] * (len(ctx.needs_input_grad) - len(made)))
@@ -331,16 +345,16 @@ def replay(
     """
     if not slot.leads:
         return list(slot.replay_forward(given, Token()))
-    delivered, returned = slot.routes(of)
-    inputs, way = [given[slot.leads[k]] for k in returned], None
+    delivered, returned, parameters = routes = slot.routes(of)
+    inputs, way = [given[slot.leads[k]] for k in returned] if returned else [], None
     if delivered:
         if leads:
             if (way := slot.ways.get(of)) is None:
-                way = slot.ways[of] = Way([given[slot.leads[k]] for k in delivered])
+                way = slot.ways[of] = Way(parameters(given))
             inputs.append(way.tensor)
         inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])
     made: list[Any] = []
-    differ = _Replay.apply(slot, given, delivery, delivered, returned, way, made, *inputs)
+    differ = _Replay.apply((slot, given, delivery, routes, way, made), *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made
@@ -367,7 +381,9 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
         return False
     if node.stream != _stream_of(node.slot):  # autograd goes back to that of the forward
         return False
-    if any(hooks_of(t) or t.retains_grad for t in (loss, quotient) if t is not None):
+    if hooks_of(loss) or loss.retains_grad:
+        return False
+    if quotient is not None and (hooks_of(quotient) or quotient.retains_grad):
         return False
     divided: Any = None if quotient is None else quotient.grad_fn
     if divided is not None and divided.next_functions[0] != (node, loss.output_nr):
@@ -375,8 +391,13 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
     if (backward := node.slot.backward_of(seeds)) is None:
         return False
-    found = _gradients_of(node, backward, seeds)
-    node.delivery.deliver(node.parameters, [found[k] for k in node.delivered])
+    there = _of(backward.gradients, node.delivered)
+    first = node.delivery.make_way(node.parameters, there)
+    if node.lent:
+        node.slot.reload(node.lent)
+    found = node.slot.replay_backward(backward, seeds)
+    there = there if found is backward.gradients else _of(found, node.delivered)
+    node.delivery.deliver(node.parameters, there, first)
     node.slot.region.backwards += node.slot.recorded
     node.token = None
     return True

@@ -47,7 +47,7 @@ class Numbers:
 
     Attributes:
         body: takes what `inputs` makes.
-        any: whether the graph has numbers at all; without any there is nothing to do.
+        any: whether some of them are no constants of a recording; without any there is nothing to do.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -104,8 +104,8 @@ class Numbers:
         graph.output(tuple(copy.get(n, n) if isinstance(n, Node) else n for n in outputs if n not in roots))
         self.body = GraphModule(gm, graph)
         wanted = [key[0] for key in self._slots] + [outputs[i] for i in self._known]
-        self._computed = self._function(nodes, placeholders, roots, wanted) if wanted else None
-        self._all_kept = not (wanted or self._read) and len(kept) == len(placeholders)
+        self.any = bool(wanted or self._read)
+        self._computed = self._function(nodes, placeholders, roots, wanted)
 
     @staticmethod
     def _stands(node: Node, roots: dict[Node, frozenset[Node]]) -> bool:
@@ -150,14 +150,12 @@ class Numbers:
         made: Callable[..., Sequence[Any]] = GraphModule(torch.nn.Module(), graph).forward
         return made
 
-    def inputs(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The inputs of `body`, and the numbers among the outputs. Hot path."""
-        if self._all_kept:
-            return given, ()
+    def inputs(self, given: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """The inputs of `body`, and the numbers among the outputs."""
         values = list(given)
         for i in self._read:
             values[i] = values[i].item()
-        computed = () if self._computed is None else self._computed(*values)
+        computed = self._computed(*values)
         numbers = [_in_tensor(key, v) for key, v in zip(self._slots, computed, strict=False)]
         return [values[i] for i in self._kept] + numbers, computed[len(self._slots) :]
 

@@ -14,8 +14,10 @@ from pygraph_train.boundary import FORWARD, REPLAY, executes
 from pygraph_train.core.memory import Memory, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
+from pygraph_train.identity import picker
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.memory import (
+    addresses_of,
     as_part_of,
     borrower,
     copy_all,
@@ -33,6 +35,8 @@ Slot: TypeAlias = "RecordedRegion | UnrecordedCall"
 """What `node.replay` takes."""
 
 _DRAWN = ("torch", OF_DEVICES)
+
+Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
 
 
 class _Activations:
@@ -80,6 +84,7 @@ class _Backward(NamedTuple):
         gradients: of `leads`, None where there is none. Each replay overwrites them.
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
+        lying: tells where the gradients are.
     """
 
     graph: Graph
@@ -87,6 +92,7 @@ class _Backward(NamedTuple):
     gradients: list[Tensor | None]
     homes: list[Tensor]
     addresses: list[int]
+    lying: Callable[[], list[int]]
 
 
 class RegionCall:
@@ -121,15 +127,16 @@ class RegionCall:
         self._keys = _keys_of(region, given, self.leads)
         self._static: list[Any] = []
         self._outputs: Sequence[Any] = []
-        self._routes: dict[frozenset[int], tuple[list[int], list[int]]] = {}
+        self._routes: dict[frozenset[int], Routes] = {}
         self.ways: dict[frozenset[int], Way] = {}
 
-    def routes(self, of: frozenset[int]) -> tuple[list[int], list[int]]:
-        """Which of `leads` are delivered, and returned to autograd. See `node.replay`. Hot path."""
+    def routes(self, of: frozenset[int]) -> Routes:
+        """Which of `leads` are delivered, and returned to autograd, and what picks inputs of the former. Hot path."""
         known = self._routes.get(of)
         if known is None:
             delivered = [k for k, i in enumerate(self.leads) if i in of]
-            known = self._routes[of] = delivered, [k for k, i in enumerate(self.leads) if i not in of]
+            returned = [k for k, i in enumerate(self.leads) if i not in of]
+            known = self._routes[of] = delivered, returned, picker([self.leads[k] for k in delivered])
         return known
 
     def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
@@ -184,7 +191,7 @@ class UnrecordedCall(RegionCall):
         super().__init__(region, given, memory)
         self.gradients = [region.owner.gradients.get(key or 0) for key in self._keys]
 
-    def replay_forward(self, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
+    def replay_forward(self, given: Sequence[Any], token: Any) -> list[Any]:
         """See `RecordedRegion.replay_forward`. Results are copies, as they are of a replay."""
         self._static = [_as_leaf(value, i in self.region.fixed) for i, value in enumerate(given)]
         known = {id(static): value for static, value in zip(self._static, given, strict=True)}
@@ -200,16 +207,13 @@ class UnrecordedCall(RegionCall):
                 made.append(known.get(id(output), output))
             else:
                 made.append(output.detach() if _place_of(output) in places else _clone(output))
-        return tuple(made)
+        return made
 
     def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> UnrecordedCall | None:
         """See `RecordedRegion.backward_of`."""
         region = self.region
         usual = frozenset(seeds) in region.asked and autocast_now(region.device) == region.autocast
         return self if usual and not keeps else None
-
-    def reload(self, parameters: Sequence[Tensor]) -> None:
-        """See `RecordedRegion.reload`: no parameters are lent."""
 
     def replay_backward(self, backward: object, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         """See `RecordedRegion.replay_backward`."""
@@ -225,12 +229,8 @@ class UnrecordedCall(RegionCall):
             torch.autograd.backward(outputs, list(seeds.values()), inputs=leads)
         self._outputs, self._static = [], []  # with what they need of the memory
         for k, (key, place) in enumerate(zip(self._keys, self.gradients, strict=True)):
-            if (
-                owner.delivers
-                and key is not None
-                and found[k] is not place
-                and (lies := found[k]) is not None
-            ):
+            lies = found[k] if owner.delivers and key is not None else None
+            if lies is not None and lies is not place:
                 found[k] = lies.clone()
         return found
 
@@ -340,8 +340,9 @@ class RecordedRegion(RegionCall):
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
+        lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
-        return _Backward(graph, seeds, gradients, homes, list(map(Tensor.data_ptr, homes)))
+        return _Backward(graph, seeds, gradients, homes, lying(), lying)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -381,20 +382,23 @@ class RecordedRegion(RegionCall):
             self._activations.given_up = False
 
     def _load(self, given: Sequence[Any]) -> None:
-        if self._moving:
-            copy_all(self._targets, [self._whole(i, local_tensor(given[i]).detach()) for i in self._moving])
+        if not self._moving:
+            return
+        parts = list(map(Tensor.detach, local_tensors(list(map(given.__getitem__, self._moving)))))
+        if self._overlap:
+            parts = list(map(self._whole, self._moving, parts))
+        copy_all(self._targets, parts)
 
     def _whole(self, position: int, tensor: Tensor) -> Tensor:
         return span(tensor) if position in self._overlap else tensor
 
     def reload(self, parameters: Sequence[Tensor]) -> None:
         """Copy the parameters that are lent, before a backward: other parts were called since the forward. Hot path."""
-        if parameters:
-            copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
+        copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
     # -- replays --------------------------------------------------------------------------------------
 
-    def replay_forward(self, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
+    def replay_forward(self, given: Sequence[Any], token: Any) -> list[Any]:
         """Run the forward. Hot path.
 
         Args:
@@ -408,10 +412,10 @@ class RecordedRegion(RegionCall):
         self._forward.replay()
         for i in self._written_back:
             local_tensor(given[i]).detach().copy_(local_tensor(self._static[i]).detach())
-        return tuple(
+        return [
             (_clone(o) if isinstance(o, Tensor) else o) if how is None else given[how]
             for o, how in zip(self._outputs, self._hand_out, strict=True)
-        )
+        ]
 
     def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> _Backward | None:
         """The recorded backward of these outputs as it is called now, None where there is none. Hot path.
@@ -423,8 +427,9 @@ class RecordedRegion(RegionCall):
         if keeps and self.gives_up:
             self.region.keep_activations()
             return None
-        if any(placements_of(g) != self.region.placements.get(i) for i, g in seeds.items()):
-            return None
+        for i, gradient in seeds.items():
+            if placements_of(gradient) != self.region.placements.get(i):
+                return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None
         return self._backwards.get(frozenset(seeds))
@@ -442,11 +447,11 @@ class RecordedRegion(RegionCall):
             return self._another_backward(seeds)
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
             targets = local_tensors(list(backward.seeds.values()))
-            copy_all(targets, local_tensors([seeds[i] for i in backward.seeds]))
+            copy_all(targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
             backward.graph.replay()
             self._backed = self.generation
-        present = local_tensors([g for g in backward.gradients if g is not None])
-        if list(map(Tensor.data_ptr, present)) != backward.addresses:
+        if backward.lying() != backward.addresses:
+            present = local_tensors([g for g in backward.gradients if g is not None])
             for gradient, home in zip(present, backward.homes, strict=True):
                 gradient.data = home
         return backward.gradients
@@ -552,7 +557,9 @@ def autocast_now(device: str) -> torch.dtype | None:
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    return as_part_of(tensor, local_tensor(tensor).detach().clone())
+    part = local_tensor(tensor)
+    copy = part.detach().clone()
+    return copy if part is tensor else as_part_of(tensor, copy)
 
 
 def _sample_seed(output: Tensor, placements: Any) -> Tensor:

@@ -46,6 +46,7 @@ from pygraph_train.core.recording import (
 )
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
+from pygraph_train.identity import identities, picker
 from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import ScratchState
@@ -103,6 +104,7 @@ _MOST_SIZES = 3
 """Of inputs, which the report names for one recording."""
 
 _needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+_shape, _stride = operator.attrgetter("shape"), operator.methodcaller("stride")
 
 
 class PhaseRegions:
@@ -489,7 +491,7 @@ class PhaseRegion:
         """The inputs whose gradients are delivered, none with hooks. None where these forbid a replay. Hot path."""
         if not (self._delivered or self.owner.several):
             return self._delivered
-        held = list(map(given.__getitem__, self._positions))
+        held = self._fixed_of(given)
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
         if self.owner.several:
@@ -586,16 +588,16 @@ class PhaseRegion:
             self._moves += 1
             if self._moves > _MOST_RECORDINGS + self.replays // 50:
                 raise Unrecordable("its parameters or buffers are at new addresses again and again")
-            before, present = zip(*self._known, strict=True), zip(*now, strict=True)
-            for i, old, new in zip(self._positions, before, present, strict=True):
-                if old != new:
+            (were, lay), (are, lie) = self._known, now
+            for k, i in enumerate(self._positions):
+                if lay[k] != lie[k] or were[8 * k : 8 * k + 8] != are[8 * k : 8 * k + 8]:
                     if i in self._moved and not given[i].requires_grad:
                         self._demoted.add(i)
                     self._moved.add(i)
             self.slots.clear()  # those with pending backwards live on
             self._learn(given)
         # torch 2.11 does not guard which parameters need gradients
-        wanted = tuple(map(_needs_gradient, map(given.__getitem__, self._positions)))
+        wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
         if not self.inference and not (any(wanted) or any(given[i].requires_grad for i in self._moving)):
             raise _NoPart
         key = wanted, kernel_switches(), self._key(given) if self._keyed else ()
@@ -631,10 +633,11 @@ class PhaseRegion:
             self._met[key] = self._met.get(key, 0) + 1
         return self.owner.pays(self._met.get(key, 1) / self.calls, self._took)
 
-    def _identity(self, given: Sequence[Any]) -> tuple[list[int], list[int]]:
+    def _identity(self, given: Sequence[Any]) -> tuple[bytes, list[int]]:
         """Of the fixed inputs: objects and addresses. Hot path. It keeps no tensor alive."""
-        held = list(map(given.__getitem__, self._positions))
-        return list(map(id, held)), list(map(Tensor.data_ptr, local_tensors(held)))
+        held = self._fixed_of(given)
+        parts = held if self._whole else local_tensors(held)
+        return identities(held), list(map(Tensor.data_ptr, parts))
 
     def _learn(self, given: Sequence[Any]) -> None:
         """The roles of the inputs."""
@@ -656,6 +659,8 @@ class PhaseRegion:
         self.lent = {i for i, t in tensors if isinstance(t, nn.Parameter)} if self.owner.lent else set()
         self.fixed -= self.lent
         self._positions = sorted(self.fixed)
+        self._fixed_of = picker(self._positions)
+        self._whole = all(local_tensor(given[i]) is given[i] for i in self._positions)
         self._known = self._identity(given)
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
@@ -667,7 +672,7 @@ class PhaseRegion:
     def _key(self, given: Sequence[Any]) -> Any:
         moving = [given[i] for i in self._moving]
         tensors = moving if (parts := local_tensors(moving)) is moving else [*moving, *parts]
-        return *map(given.__getitem__, self._numbers), *((t.shape, t.stride()) for t in tensors)
+        return *map(given.__getitem__, self._numbers), *map(_shape, tensors), *map(_stride, tensors)
 
     # -- recording and comparing ------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class OptimizerGraph:
         if hold or not self.serves():
             return body()
         assert self._preparation is not None
-        if self._program.scaling.unscaled:
+        if self._program.scaling.on and self._program.scaling.unscaled:
             if not self._told:
                 self._told = True
                 self._note(UNSCALED)

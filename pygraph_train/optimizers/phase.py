@@ -11,6 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from pygraph_train.graphs.engine import (
 )
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.optimizers.program import UpdateProgram, optimized
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -72,30 +73,32 @@ _dtype = operator.attrgetter("dtype")
 
 
 class Layout(NamedTuple):
-    """The gradients of a step: those that are there, where they are, and what they look like. Made on every step."""
+    """The gradients of a step: those that are there, where they are, and what they look like. Made on every step.
+
+    Attributes:
+        missing: for each parameter whether it has none; empty where all have one.
+    """
 
     present: Sequence[Tensor]
     addresses: list[int]
     looks: tuple[Any, ...]
-
-    @property
-    def missing(self) -> Sequence[bool]:
-        """For each parameter whether it has none; empty where all have one."""
-        missing: Sequence[bool] = self.looks[0]
-        return missing
+    missing: _Key
 
     @classmethod
-    def of(cls, gradients: Sequence[Tensor | None]) -> Layout:
+    def of(cls, gradients: Sequence[Any]) -> Layout:
         """Of those that are there.
 
         Raises:
             RuntimeError: one of them has no memory of its own (sparse gradients).
         """
-        present = local_tensors([g for g in gradients if g is not None])
-        missing = () if len(present) == len(gradients) else [g is None for g in gradients]
+        present: Sequence[Tensor] = local_tensors(gradients)
+        missing: _Key = ()
+        if present is not gradients:  # one is None, or a part of a sharded one
+            present = [g for g in present if g is not None]
+            missing = () if len(present) == len(gradients) else tuple(g is None for g in gradients)
         strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
-        looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)
-        return cls(present, list(map(Tensor.data_ptr, present)), looks)
+        looks = (list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)
+        return cls(present, list(map(Tensor.data_ptr, present)), looks, missing)
 
 
 @dataclass
@@ -180,14 +183,14 @@ class OptimizerPhase:
         self.replayed, self.waits = False, ""
         if self.problem is not None:
             return body()
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = list(optimized(self._optimizer))
         gradients = list(map(_grad, parameters))
         try:
             layout = Layout.of(gradients)
         except RuntimeError as error:
             self.problem = self._preparation.problem or _outside(str(error))
             return body()
-        key: _Key = tuple(layout.missing)
+        key = layout.missing
         capture = self._captures.get(key)
         if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
             self._forget(key)
@@ -230,7 +233,7 @@ class OptimizerPhase:
         capture.follow()
         executes(UPDATE)
         capture.graph.replay()
-        surely(lambda: capture.inputs.give_back(layout.present), UPDATE)
+        surely(partial(capture.inputs.give_back, layout.present), UPDATE)
         done(None)
         capture.replays += 1
         self._replays += 1

@@ -41,7 +41,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.memory import is_alone, local_tensor, local_tensors
+from pygraph_train.torch_private.memory import addresses_of, is_alone, local_tensor
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     let_scaler_in,
@@ -454,7 +454,7 @@ class OptimizerPreparation:
             self.generation += 1
         self._remembered = self._state_values()
         self._remembered_identities = identities(tuple(self._remembered))
-        self._present_addresses = _addresses_of([v for v in self._remembered if isinstance(v, Tensor)])
+        self._present_addresses = addresses_of([v for v in self._remembered if isinstance(v, Tensor)])
         self._remembered_addresses = self._present_addresses()
 
     def state_unchanged(self) -> bool:
@@ -613,12 +613,6 @@ class OptimizerPreparation:
         missing = len(self._optimizer.param_groups) - len(self._rates)
         self._rates += [LearningRate(self._device()) for _ in range(missing)]
         del self._rates[len(self._optimizer.param_groups) :]
-
-
-def _addresses_of(tensors: list[Tensor]) -> Callable[[], list[int]]:
-    """What tells where tensors lie: those of a sharded one, the part that this rank holds. Hot path."""
-    plain = local_tensors(tensors) is tensors
-    return lambda: list(map(Tensor.data_ptr, tensors if plain else local_tensors(tensors)))
 
 
 def _has_tensors(baked: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ UNSCALED = Problem(
 def optimized(optimizer: torch.optim.Optimizer | None) -> tuple[Tensor, ...]:
     """The parameters that an optimizer holds, in their order; () without one."""
     groups = () if optimizer is None else optimizer.param_groups
-    return tuple(chain.from_iterable([group["params"] for group in groups]))
+    return tuple(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -70,4 +71,6 @@ class UpdateProgram:
 
     def as_outside(self) -> AbstractContextManager[None]:
         """Around code of the user: learning rates that it reads are the user's numbers, not tensors of ours."""
-        return nullcontext() if self._preparation is None else self._preparation.suspended()
+        if self._preparation is None or not self._preparation.active:
+            return nullcontext()
+        return self._preparation.suspended()

@@ -40,17 +40,9 @@ class Replication:
     problem: Problem | None = None
     blocks: Sequence[nn.Module] = ()
 
-    def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
-        """Around forward and backward: whether gradients are exchanged in it."""
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward; `last`: an update follows, so gradients are exchanged."""
         return nullcontext()
-
-    def exchanges(self, *, update: bool) -> bool:
-        """Whether the next backward exchanges gradients.
-
-        Args:
-            update: whether an update follows it.
-        """
-        return True
 
     def around(self) -> AbstractContextManager[None]:
         """Around a call of the model's module, where a framework would call its wrapper."""
@@ -72,18 +64,14 @@ class Replicas(Replication):
             self.problem = Problem("SyncBatchNorm exchanges statistics in the middle of forward and backward")
 
     @contextmanager
-    def micro_batch(self, *, sync: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         """See `Replication.micro_batch`. What `no_sync()` does where gradients are not exchanged."""
         before = self._wrapper.require_backward_grad_sync
-        self._wrapper.require_backward_grad_sync = sync
+        self._wrapper.require_backward_grad_sync = last and before
         try:
             yield
         finally:
             self._wrapper.require_backward_grad_sync = before
-
-    def exchanges(self, *, update: bool) -> bool:
-        """See `Replication.exchanges`: only with an update, and not inside of `no_sync()`."""
-        return update and self._wrapper.require_backward_grad_sync
 
     def around(self) -> AbstractContextManager[None]:
         """See `Replication.around`."""

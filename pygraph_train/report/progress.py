@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from pygraph_train.plans import NOTHING, Phase, Plan
 
@@ -19,6 +20,7 @@ _MOST_ROWS = 6
 _ALL = tuple(Phase)
 
 
+@cache
 def _is_whole(plan: Plan, updated: bool) -> bool:
     return plan.graphs[: 2 + updated] == _ALL[: 2 + updated]
 

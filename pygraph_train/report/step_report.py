@@ -107,8 +107,10 @@ class StepReport(Printed):
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
         """See `Progress.step_ended`. The log tells of each plan that many steps in a row have had. Hot path."""
-        self.progress().step_ended(plan, updated=updated)
-        if plan is not self._settled and (count := self._progress.recent.count(plan)) == RECENT:
+        progress = self._progress
+        progress.steps = self.steps
+        progress.step_ended(plan, updated=updated)
+        if plan is not self._settled and (count := progress.recent.count(plan)) == RECENT:
             self._settled = plan
             log.info("pygraph: the latest %d of %d steps ran as plan %s", count, self.steps, plan)
 

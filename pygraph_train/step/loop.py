@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
-from pygraph_train.patches import standing_in
+from pygraph_train.patches import nothing, standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import (
@@ -245,7 +246,7 @@ class Loop:
 
     def made_backward(self, loss: Any, by: float) -> bool:
         """See `made_directly`."""
-        return self.active and not self.over and tried(lambda: made_directly(loss, by))
+        return self.active and not self.over and tried(partial(made_directly, loss, by))
 
     def ends_of(self, loss: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Keyword arguments for `loss.backward`, which was called with these: without any, those of `leaves_of`."""
@@ -260,7 +261,7 @@ class Loop:
         if self.over:
             return self._step(graph, body, constants)
         made = once(body)
-        self.boundary.make(lambda: self._step(graph, made, constants), made)
+        self.boundary.make(partial(self._step, graph, made, constants), made)
 
     def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         if self.over:
@@ -269,7 +270,9 @@ class Loop:
                 self._steps += 1
                 self.report.step_began()
             return
-        self.update(graph, body, constants)
+        self.boundary.make(
+            partial(self._update, graph, body, constants), body
+        )  # as `update`: it says what it does
         done(None)
         if self._counts_steps and not self.within_step and self._rounds.ends_with(graph):
             self.step_ended()
@@ -277,7 +280,7 @@ class Loop:
     def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
         made = once(body)
-        self.boundary.make(lambda: self._update(graph, made, constants), made)
+        self.boundary.make(partial(self._update, graph, made, constants), made)
 
     def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         began = time.perf_counter()
@@ -294,7 +297,7 @@ class Loop:
 
         While no optimizer was taken over nobody knows whether the step made an update.
         """
-        self.boundary.make(self._end_step, lambda: None)
+        self.boundary.make(self._end_step, nothing)
 
     def _end_step(self) -> None:
         replayed, self._replayed = self._replayed, []
@@ -311,19 +314,21 @@ class Loop:
         report, config = self.report, self.config
         self._steps += 1
         report.step_began()
-        regions = [call.regions for call in self._calls]
-        replays, plain = sum(r.replays for r in regions), sum(r.plain for r in regions)
-        parts = sum(r.parts for r in regions)
+        calls = list(self._calls)
+        regions = [call.regions for call in calls]
+        replays = plain = parts = 0
+        for r in regions:
+            replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
         missed = self._chooser is not None and self._chooser.misses(parts)
         graphed, called = replays > 0 and not plain and not missed, plain > 0
         self._graphed |= graphed
         for r in regions:
             r.replays = r.plain = r.parts = 0
             r.report_to(report, self._steps)
-        for call in self._calls:
+        for call in calls:
             called, call.calls = called or call.calls > 0, 0
             call.steady, call.without = call.steady + 1 if call.without else 0, 0
-            call.hopeless = call.hopeless + 1 if call.regions.hopeless else 0
+            call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
             if call.hopeless == HOPELESS:
                 call.remove()
         report.step_ended(

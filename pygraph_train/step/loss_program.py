@@ -6,6 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,11 +41,11 @@ from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
 
 _BACKWARD = operator.methodcaller("backward")
+_ALONE = nullcontext()
 SECOND_BACKWARD = "a second time"  # what torch says of it
 BACKWARD_MADE = Problem(
     "the function for the loss makes the backward itself",
@@ -85,7 +86,6 @@ class LossSteps(NotCopied):
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
-        self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None and self.apart is None:
             self._report.note(tell_why_off(config, why_off))
@@ -114,13 +114,7 @@ class LossSteps(NotCopied):
             quietly(self._runner.close)
             self._runner = None
 
-    def _make(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        update: bool,
-    ) -> Any:
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         """Make one step.
 
         Args:
@@ -133,49 +127,32 @@ class LossSteps(NotCopied):
             return plainly(lambda: self._make_plainly(args, kwargs, update=update))
         counted = self._report.steps
         return self._boundary.make(
-            lambda: self._make_by_runner(args, kwargs, update),
+            functools.partial(self._make_by_runner, args, kwargs, update),
             lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
         )
 
-    def _make_by_runner(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        update: bool,
-    ) -> Any:
+    def _make_by_runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
         program = self._program
         if self._after_first is not None:
             self._second_step(self._after_first)
-        sync = program.replication.exchanges(update=update)
-        update = update and program.optimizer is not None
-        fresh = not self._pending
-        if program.optimizer is None:
-            fresh = program.starts_fresh()
-        constants = program.constants()
-        if self._position != (fresh, update, constants, sync):
-            self._position = PositionInAccumulation(fresh, update, constants, sync)
-        position = self._position
-
+        updates = update and program.optimizer is not None
+        place: Any = {"first": not self._pending, "last": update}
         runner = self._runner
         if self.apart is not None:
-            result = self.apart((args, kwargs), {"update": update, "counts": False})
+            result = self.apart((args, kwargs), {"update": updates, "counts": False})
         elif runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
-            result = program.run(plain_call, args, kwargs, position, plain_update)
+            result = program.run(args, kwargs, plain_update, plain_call, **place)
         else:
-            step = runner.begin(position)
-
-            def run(call: Call) -> Any:
-                return program.run(call, args, kwargs, position, step.update)
-
-            result = runner.make(run)
-        self._pending = not update  # only now: a step that raised is not part of an accumulation
+            step = runner.begin(updates)
+            result = runner.make(functools.partial(program.run, args, kwargs, step.update, **place))
+        self._pending = not updates  # only now: a step that raised is not part of an accumulation
         done(result)
         if runner is not None:
             step.finish()
         if not self._made:
             self._made = True
-            self._after_first = AfterFirstStep(result, program.optimizer if update else None)
+            self._after_first = AfterFirstStep(result, program.optimizer if updates else None)
         elif runner is not None and not step.replayed:
             self._at_rest = runner.at_rest
         elif runner is None:
@@ -196,11 +173,10 @@ class LossSteps(NotCopied):
             except Exception as error:
                 not_needed(error)
         optimizer = program.optimizer
-        if (replication := program.replication).shared:  # the others wait for gradients, or do not
-            sync = replication.exchanges(update=update)
-            position = PositionInAccumulation(not self._pending, update and optimizer is not None, (), sync)
-            result = program.run(plain_call, args, kwargs, position, plain_update)
-            self._pending = not position.update
+        if program.replication.shared:  # the others wait for gradients, or do not
+            first = not self._pending
+            result = program.run(args, kwargs, plain_update, plain_call, first=first, last=update)
+            self._pending = not update or optimizer is None
             return result
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
@@ -274,9 +250,11 @@ class LossProgram(StepProgram):
         return self._step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        # a step_fn that looks at its learning rate sees the Python number
-        with self.as_outside():
+        if self._preparation is None or not self._preparation.active:
             result = call(self._step_fn, args, kwargs)
+        else:  # a step_fn that looks at its learning rate sees the Python number
+            with self._preparation.suspended():
+                result = call(self._step_fn, args, kwargs)
         if type(result) is Tensor and result.requires_grad and result.dim() == 0:
             return result, result
         return self._loss_of(result)
@@ -302,7 +280,7 @@ class LossProgram(StepProgram):
             )
         return loss, result
 
-    @property
+    @functools.cached_property
     def backward(self) -> Callable[[Tensor], object]:
         """What makes the backward of a loss by autograd."""
         return (lambda loss: self.scaling.scale(loss).backward()) if self.scaling.on else _BACKWARD
@@ -349,34 +327,38 @@ class LossProgram(StepProgram):
         self.transform_gradients()
         self.update()
 
-    def starts_fresh(self) -> bool:
-        """Without an optimizer of ours: whether the caller emptied the gradients."""
-        return all(p.grad is None for p in self.model.parameters())
-
     def run(
         self,
-        call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        position: PositionInAccumulation,
         update: Callable[[Callable[[], None], Callable[[], Any]], Callable[[], None]],
+        call: Call,
+        *,
+        first: bool,
+        last: bool,
     ) -> Any:
-        """The whole step without a graph; `update` gives what makes its optimizer phase, see `StepOfPhases.update`."""
-        if self.optimizer is not None and position.fresh:
+        """The whole step without a graph.
+
+        Args:
+            args, kwargs: of its function, which `call` runs.
+            update: gives what makes its optimizer phase, see `StepOfPhases.update`.
+            first, last: whether gradients begin with nothing, and an update follows.
+        """
+        if self.optimizer is not None and first:
             _empty_gradients(self.optimizer)
         # all of this now: nothing has happened yet that could not be made twice
         backward, (between, body) = self.backward, self.update_in_parts()
-        make_update = update(body, lambda: (position.constants, self.constants()))
-        with self.replication.micro_batch(sync=position.sync):
+        make_update = update(body, self.constants)
+        with self.replication.micro_batch(last=last) if self.replication.shared else _ALONE:
             loss, result = self.forward(call, args, kwargs)
             try:
-                if self.scaling.on or not tried(lambda: made_directly(loss)):
+                if self.scaling.on or not tried(functools.partial(made_directly, loss)):
                     backward(loss)
             except RuntimeError as error:
                 if SECOND_BACKWARD in str(error):  # or it uses what an earlier step has computed
                     tell_once(f"Perhaps {BACKWARD_MADE}")
                 raise
-        if position.update:
+        if last and self.optimizer is not None:
             if between is not None:
                 between()
             make_update()

@@ -24,7 +24,6 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.chooser import chooser_for, pays_of
 from pygraph_train.step.module_call import COMPILED_PART, HOPELESS, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import Sizes
 from pygraph_train.step.training_run import TrainingRun
@@ -85,10 +84,11 @@ class PhaseRunner:
 
     # -- one step --------------------------------------------------------------------------------------
 
-    def begin(self, position: PositionInAccumulation) -> StepOfPhases:
-        """A training step begins, or one micro-batch of it."""
-        self._training.step_began()
-        return StepOfPhases(self, position)
+    def begin(self, updates: bool) -> StepOfPhases:
+        """A training step begins, or one micro-batch of it, with or without an update."""
+        self._training.step += 1
+        self._training.report.step_began()
+        return StepOfPhases(self, updates)
 
     def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
@@ -99,16 +99,15 @@ class PhaseRunner:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
             regions.end = None
-            early = self.timing or self._training.step == 1
+            timing = self._chooser is not None and self.timing
+            early = timing or self._training.step == 1
             call = self._call if self._may_replay() else self._early_call if early else plain_call
             config = self._training.config
-            untouched = self._training.step <= config.warmup_steps or (
-                self.timing and config.optimizer != "on"
-            )
+            untouched = self._training.step <= config.warmup_steps or (timing and config.optimizer != "on")
             if not (self._prepared or untouched):
                 self._prepare()
             if self._training.step > 1:
-                if not self.timing:
+                if not timing:
                     return run(call)
                 began = time.perf_counter()
                 made = run(call)
@@ -192,17 +191,6 @@ class PhaseRunner:
             program, preparation, training.engine, training.config, training.report
         )
 
-    def update(
-        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
-    ) -> Callable[[], None]:
-        """What makes the optimizer phase of a step."""
-
-        def made() -> None:
-            body()
-            done(None)
-
-        return partial(self._boundary.make, partial(self._make_update, step, made, constants), made)
-
     def _make_update(
         self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
     ) -> None:
@@ -210,10 +198,10 @@ class PhaseRunner:
         scaling = training.program.scaling
         if phase is None or self._preparation is None:
             return body()
-        if scaling.unscaled:
+        if scaling.on and scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        phase.run(body, (constants(), scaling.numbers()), step=training.step)
+        phase.run(body, (constants(), scaling.numbers() if scaling.on else ()), step=training.step)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
@@ -229,16 +217,10 @@ class PhaseRunner:
         if self._preparation is not None:
             self._preparation.close()
 
-    def finish(self, step: StepOfPhases) -> None:
-        """The step has ended."""
-        self._boundary.make(lambda: self._finish(step), lambda: None)
-
     def _finish(self, step: StepOfPhases) -> None:
         training, regions = self._training, self._regions
-        told = self._told[:]
-        self._told.clear()
-        for problem in told:
-            training.note(problem)
+        while self._told:
+            training.note(self._told.pop(0))
         chooser = self._chooser
         missed = chooser is not None and chooser.misses(regions.parts)
         if missed and training.replays:  # else another reason stands against all steps
@@ -246,8 +228,8 @@ class PhaseRunner:
         graphed = regions.replays > 0 and not regions.plain and not missed
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
-        training.report.step_ended(plan, updated=step.position.update)
-        self._hopeless = self._hopeless + 1 if regions.hopeless else 0
+        training.report.step_ended(plan, updated=step.updates)
+        self._hopeless = self._hopeless + 1 if not graphed and regions.hopeless else 0
         if self._hopeless == HOPELESS:
             regions.close()
             self._runs_plain = True
@@ -323,15 +305,15 @@ class StepOfPhases:
     """One training step, or one micro-batch of it.
 
     Attributes:
-        position: where it stands in accumulation.
+        updates: whether the optimizer steps after it.
         replayed: whether forward and backward came from graphs.
         update_replayed: whether the update did.
     """
 
-    __slots__ = ("_runner", "position", "replayed", "update_replayed")
+    __slots__ = ("_runner", "replayed", "update_replayed", "updates")
 
-    def __init__(self, runner: PhaseRunner, position: PositionInAccumulation) -> None:
-        self._runner, self.position = runner, position
+    def __init__(self, runner: PhaseRunner, updates: bool) -> None:
+        self._runner, self.updates = runner, updates
         self.replayed = self.update_replayed = False
 
     @property
@@ -346,11 +328,17 @@ class StepOfPhases:
             body: the phase in Python, which says what it executes.
             constants: what gives the Python values that a capture of `body` bakes in.
         """
-        return self._runner.update(self, body, constants)
+        runner = self._runner
+
+        def made() -> None:
+            body()
+            done(None)
+
+        return partial(runner._boundary.make, partial(runner._make_update, self, made, constants), made)
 
     def finish(self) -> None:
         """The step has ended, its update included."""
-        self._runner.finish(self)
+        self._runner._boundary.make(partial(self._runner._finish, self), lambda: None)
 
 
 def runner_for(

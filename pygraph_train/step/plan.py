@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class PositionInAccumulation(NamedTuple):
@@ -11,12 +11,9 @@ class PositionInAccumulation(NamedTuple):
     Attributes:
         fresh: gradients start from nothing (the first, or the only micro-batch).
         update: the optimizer steps after it (the last, or the only micro-batch).
-        constants: Python values of the loop around the step that a capture bakes in (Lightning: what the
-            loss is divided by, the clipping threshold).
         sync: gradients are exchanged with the other processes after it.
     """
 
     fresh: bool = True
     update: bool = True
-    constants: tuple[Any, ...] = ()
     sync: bool = True

@@ -43,11 +43,6 @@ class TrainingRun:
         if self.engine.name == "emulated" and self.config.compile is True:
             self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
 
-    def step_began(self) -> None:
-        """One more step, or micro-batch."""
-        self.step += 1
-        self.report.step_began()
-
     def step_made_elsewhere(self, updated: bool = True) -> None:
         """One more step, or micro-batch, without a graph, which nothing else is known of than whether it updated."""
         self.step += 1

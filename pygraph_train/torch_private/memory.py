@@ -98,3 +98,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """As `local_tensor`, of each. Hot path."""
     return tensors if _PLAIN.issuperset(map(type, tensors)) else [local_tensor(t) for t in tensors]
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """What tells where these tensors lie: those of a sharded one, the part that this rank holds. Hot path."""
+    plain = local_tensors(tensors) is tensors
+    return lambda: list(map(torch.Tensor.data_ptr, tensors if plain else local_tensors(tensors)))

@@ -39,6 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "use_recursive_dict_tags_for_guards": False,
     "invalidate_compile_context_weakrefs": True,  # as for backends of torch: swap_tensors refuses these (not in 2.11)
+    "record_runtime_overhead": False,  # 13 calls of Python in each step, for profilers
     "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
 }
 

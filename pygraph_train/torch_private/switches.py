@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ _NAMES = (
     "mkldnn_enabled",
 )
 _ORDER: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", list)
+_CALL: Callable[[Any], Any] = getattr(operator, "call", lambda read: read())  # Python 3.10 has none
 _READ = [read for name in _NAMES if (read := getattr(torch._C, f"_get_{name}", None)) is not None]
 
 
@@ -34,7 +36,7 @@ def kernel_switches() -> tuple[Any, ...]:
     Dynamo's guards cover further switches: deterministic algorithms, the default dtype, TF32 and reduced precision of
     cuBLAS.
     """
-    return (*[read() for read in _READ], *_ORDER())
+    return (*map(_CALL, _READ), *_ORDER())
 
 
 is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
@@ -45,7 +47,9 @@ _DeviceContext: Any = private("torch.utils._device.DeviceContext")
 
 def function_modes() -> list[Any]:
     """The `TorchFunctionMode`s of this thread, without the one that `torch.set_default_device` is. Hot path."""
-    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    if not (count := torch._C._len_torch_function_stack()):
+        return []
+    modes = map(torch._C._get_function_stack_at, range(count))
     return [mode for mode in modes if type(mode) is not _DeviceContext]
 
 
