@@ -29,6 +29,11 @@ class Memory:
         """Whether no recording is pending. Hot path."""
         return self._token is None or self._token() is None
 
+    @property
+    def replayed(self) -> bool:
+        """Whether a recording there was replayed."""
+        return self._token is not None
+
     def hold(self, token: Any) -> None:
         """A recording is pending while this token lives. Hot path."""
         self._token = weakref.ref(token)
@@ -83,6 +88,18 @@ def free_memory(engine: Engine) -> Memory:
     if found is None:
         known.append(found := Memory())
     return found
+
+
+def first_memory(engine: Engine) -> Memory | None:
+    """Memory of which no graph uses anything, for the first region; `free_memory` gives it from now on.
+
+    None where there are recordings of regions.
+    """
+    known = _memories.setdefault(engine, [])
+    if any(memory.replayed for memory in known):
+        return None
+    known.insert(0, made := Memory())
+    return made
 
 
 def idle_memory(engine: Engine) -> Memory | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import Routes, Slot
+from pygraph_train.core.recording import NONE, Routes, Slot, gradient_of
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
@@ -97,7 +96,7 @@ class Delivery:
         self, parameters: Sequence[Tensor], found: Sequence[Tensor | None], first: bool = False
     ) -> None:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
-        if first or _NONE.issuperset(map(_grad, parameters)):
+        if first or NONE.issuperset(map(gradient_of, parameters)):
             for p, g in zip(parameters, found, strict=True):
                 p.grad = g
             return
@@ -120,7 +119,7 @@ class Delivery:
         Returns:
             Whether no parameter has a gradient.
         """
-        if _NONE.issuperset(map(_grad, parameters)):
+        if NONE.issuperset(map(gradient_of, parameters)):
             return True
         moved: list[Tensor] = []
         totals: list[Tensor] = []
@@ -138,9 +137,6 @@ class Delivery:
         for p, total in zip(moved, totals, strict=True):
             p.grad = total
         return False
-
-
-_grad = operator.attrgetter("grad")
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
@@ -162,7 +158,6 @@ def is_asked_for(tensor: Tensor) -> bool:
     return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
 
 
-_NONE = {None}
 _NOTHING = torch.empty(0, device="cpu")
 
 

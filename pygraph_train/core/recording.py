@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -35,6 +36,9 @@ Slot: TypeAlias = "RecordedRegion | UnrecordedCall"
 """What `node.replay` takes."""
 
 _DRAWN = ("torch", OF_DEVICES)
+
+gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+NONE = {None}
 
 Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
 
@@ -248,6 +252,7 @@ class RecordedRegion(RegionCall):
     Attributes:
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         audits: when it is compared once more; set by who has recorded it.
+        overwrites: parameters, by position, whose gradients lie where its graphs compute: see `PhaseRegions.overlaps`.
     """
 
     audits: Audits
@@ -266,11 +271,18 @@ class RecordedRegion(RegionCall):
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
+        own = region.owner.overlaps is not None and not region.owner.gradients
         try:
             self._record(given)
         except BaseException:
             self.close()
+            if own:
+                region.owner.part()
             raise
+        self.overwrites = [
+            i for i, key in zip(self.leads, self._keys, strict=True) if own and key is not None
+        ]
+        self._overwritten = picker(self.overwrites)
 
     def _static_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor):
@@ -407,6 +419,8 @@ class RecordedRegion(RegionCall):
         """
         self.generation += 1
         self._memory.hold(token)
+        if self.overwrites and not NONE.issuperset(map(gradient_of, parameters := self._overwritten(given))):
+            self.region.owner.make_way(parameters)
         self._load(given)
         executes(REPLAY)
         self._forward.replay()

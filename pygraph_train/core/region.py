@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import Lent, forget_memory, free_memory, idle_memory
+from pygraph_train.core.memory import Lent, Memory, first_memory, forget_memory, free_memory, idle_memory
 from pygraph_train.core.node import Delivery, is_asked_for, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
@@ -133,6 +133,7 @@ class PhaseRegions:
         recorded, seconds: recordings since they were reported last, and the time they took.
         sizes: those of the inputs of the first of them, as in "8x128, 8".
         gradients: by parameter, where recordings put its gradient.
+        overlaps: the memory in which these lie, where the graphs of one forward use it again; None where none does.
         pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
     """
 
@@ -160,6 +161,7 @@ class PhaseRegions:
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
+        self.overlaps: Memory | None = None
         self.pays: Callable[[float, float], bool] = lambda share, seconds: True
         self.closed = self.divided = self.refused = False
 
@@ -272,16 +274,32 @@ class PhaseRegions:
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
         """After a capture: make other places for gradients that `placing` has left where they were.
 
+        Those that have no place yet stay there, see `overlaps`.
+
         Returns:
             Whether there were any, so that all has to be recorded once more.
         """
         moved = False
         for parameter, gradient in zip(parameters, gradients, strict=True) if self.delivers else ():
-            if parameter is not None and gradient is not None and self.gradients[parameter] is not gradient:
+            if parameter is None or gradient is None:
+                continue
+            if gradient.storage_offset() == 0:
+                self.gradients.setdefault(parameter, gradient)
+            if self.gradients.get(parameter) is not gradient:
                 with self.engine.lasting_memory():
                     self.gradients[parameter] = torch.empty_like(gradient)
                 moved = True
         return moved
+
+    def part(self) -> None:
+        """Two forwards wait for their backward at once: gradients get memory of their own.
+
+        Recordings are made anew. Those whose backward is still to come live on.
+        """
+        self.overlaps = None
+        self.gradients.clear()
+        for region in self.regions:
+            region.slots.clear()
 
     @property
     def hopeless(self) -> bool:
@@ -385,7 +403,7 @@ class PhaseRegion:
         self._moves = 0
         self._met: dict[Any, int] = {}  # how often further shapes came that have no recording
         self._took = math.inf  # seconds of a recording
-        self._learned = False
+        self._learned, self._usual = False, True
         self._numbers: tuple[int, ...] = ()
         self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
         self._demoted: set[int] = set()  # and again: they are not fixed
@@ -525,6 +543,7 @@ class PhaseRegion:
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
+        self._usual &= self.last == 1 and all(t.grad is None for t in trained)
         # those that are lent are copied for each backward
         held = [] if self.owner.lent else [(t, _place(t)) for t in trained]
         seen = [
@@ -582,6 +601,8 @@ class PhaseRegion:
     # -- which recording serves a call ------------------------------------------------------------------
 
     def _slot_for(self, given: Sequence[Any]) -> Slot | None:
+        if (overlapped := self.owner.overlaps) is not None and not overlapped.free:
+            self.owner.part()
         if not self._learned:
             self._learn(given)
         elif (now := self._identity(given)) != self._known:
@@ -678,7 +699,9 @@ class PhaseRegion:
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
         owner, started = self.owner, time.perf_counter()
-        if not self.inference:
+        if self._may_overlap(given):
+            owner.overlaps = first_memory(owner.engine)
+        if not self.inference and (owner.overlaps is None or owner.gradients):
             owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
         owner.make_way(given)
         verifies = owner.config.verify != "off"
@@ -707,6 +730,22 @@ class PhaseRegion:
         phases = "{F}" if self.inference else "{F} {B}"
         log.info("pygraph: captured %s in %.2f s", phases, seconds)
         return slot
+
+    def _may_overlap(self, given: Sequence[Any]) -> bool:
+        """Whether gradients may lie where activations lay that the backward has read, as they do in plain training.
+
+        So the next forward overwrites them. They are gone by then where the loop has emptied them so far, and no other
+        backward puts gradients there while a forward waits for its own, where a step has made one forward so far.
+        """
+        owner = self.owner
+        alone = owner.delivers and len(owner.regions) == 1 and not (owner.gradients or owner.divided)
+        once = len(self.asked) == 1 and not (self.keeps or self.inference) and owner.config.backward != "off"
+        return (
+            alone
+            and once
+            and self._usual
+            and all(t.grad is None for t in given if isinstance(t, nn.Parameter))
+        )
 
     @contextmanager
     def _undone(self, given: Sequence[Any]) -> Iterator[None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.report.announcements import tell_once
 
@@ -30,6 +32,20 @@ def _tensors_are_made_on_the_device(request: pytest.FixtureRequest) -> Iterator[
 def _replays_overwrite_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs of a device do, which share the memory of a pool."""
     monkeypatch.setattr(EmulatedEngine, "overwrites", True)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_writes_where_activations_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients lie in the memory of activations, a forward has overwritten all of them, and then nobody else."""
+    replay = RecordedRegion.replay_backward
+
+    def looked(self: RecordedRegion, backward: Any, seeds: Any) -> Any:
+        if self.overwrites and backward is not None and self._backed != self.generation and DEVICE == "cpu":
+            lie = [g for g, key in zip(backward.gradients, self._keys, strict=True) if g is not None and key]
+            assert all(g.isnan().all() for g in lie), "somebody writes where activations wait"
+        return replay(self, backward, seeds)
+
+    monkeypatch.setattr(RecordedRegion, "replay_backward", looked)
 
 
 @pytest.fixture(autouse=True)

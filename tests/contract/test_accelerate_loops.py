@@ -67,6 +67,53 @@ def test_hooks_come_and_go_in_the_middle_of_an_accumulation(run: Run) -> None:
     run.note("norms", norms)
 
 
+HABITS: dict[str, Any] = {
+    "two forwards before their backwards": lambda loop, x, y: [loop(x, y), loop(y=y, x=x * 2)],
+    "one of them with fewer rows": lambda loop, x, y: [loop(x, y), loop(x[:5], y[:5])],
+    "a forward that nobody asks for a backward": lambda loop, x, y: loop(x, y) and [loop(x, y)],
+    "a backward that is made twice": lambda loop, x, y: loop(x, y, twice=True),
+    "gradients are added up": lambda loop, x, y: loop(x, y, adds=True),
+    "gradients are set to zero": lambda loop, x, y: loop(x, y, to_none=False),
+    "gradients are read after the next forward": lambda loop, x, y: loop(x, y, reads=True),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_loop_takes_up_another_habit(habit: str) -> None:
+    """Until then each step has made one forward, and emptied its gradients before the next one."""
+
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model, optimizer, data, _ = prepared(run, accelerate, 40)
+
+        def loss_of(x: Tensor, y: Tensor, **options: bool) -> Any:
+            loss = cross_entropy(model(x), y)
+            if not options:
+                return loss
+            if options.get("twice"):
+                loss.backward(retain_graph=True)
+            if options.get("reads"):
+                run.note("gradients of the step before", [p.grad for p in model.parameters()])
+                optimizer.zero_grad()
+            accelerate.backward(loss)
+            if not options.get("adds") or number % 3 == 0:
+                optimizer.step()
+                if not options.get("reads"):
+                    optimizer.zero_grad(set_to_none=options.get("to_none", True))
+            return []
+
+        for number, (x, y) in enumerate(run.each(data)):
+            losses = [loss_of(x, y)] if number % 20 < 12 else HABITS[habit](loss_of, x, y)
+            for loss in losses:
+                accelerate.backward(loss)
+            run.note("losses", (losses, [p.grad for p in model.parameters()]))
+            if losses:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    compare(training, replays=8, updates=8)
+
+
 class _Teacher(Net):
     calls = 0
 
