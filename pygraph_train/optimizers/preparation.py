@@ -340,19 +340,27 @@ class OptimizerPreparation:
             params = [p for p in group["params"] if p.grad is not None]
             sparse = any(p.grad.is_sparse for p in params)
             late = [] if self._class is not SGD or group["momentum"] == 0 else self._without_momentum(params)
-            if not sparse and not late:
+            odd = not sparse and any(self._in_another_order(p) for p in params)
+            if not (sparse or odd or late):
                 continue
             if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 what = "got sparse gradients" if sparse else "has no momentum yet for some parameters"
+                what = "has gradients or state in another order in memory than parameters" if odd else what
                 raise theirs(
                     RuntimeError(f"{type(self._optimizer).__name__} {what}: run this step before a capture")
                 )
             self._sparse |= sparse
-            if sparse or group["dampening"] != 0:  # the first momentum is the gradient, not dampened
+            if sparse or odd or group["dampening"] != 0:  # the first momentum is the gradient, not dampened
                 self._swap_out()
                 return
             for p in late:  # momentum * 0 + gradient: what a plain first step makes of it
                 self._optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def _in_another_order(self, parameter: Tensor) -> bool:
+        """Whether its gradient or state lies in another order in memory than it does (`p.data = p.data.t()`)."""
+        beside = [parameter.grad, *self._optimizer.state.get(parameter, {}).values()]
+        strides = {t.stride() for t in beside if isinstance(t, Tensor) and t.shape == parameter.shape}
+        return bool(strides - {parameter.stride()})
 
     def _without_momentum(self, params: list[Tensor]) -> list[Tensor]:
         """Those whose momentum fused SGD does not begin as plain kernels do.

@@ -44,11 +44,38 @@ def test_rare_shapes_compute_in_the_memory_of_graphs() -> None:
         lambda x: model(x).square().mean(), model=model, optimizer=optimizer, forward="on", max_signatures=1
     )
     reserved = []
-    for rows in (8192, 8000, 7000, 6000):  # the first two have graphs: the second one is traced anew
+    for rows in (8192, 8000, 7000, 6000):  # the first one has graphs
         for _ in range(5):
             step(torch.randn(rows, 1024, device="cuda"))
         reserved.append(torch.cuda.memory_reserved())
     phases = step.report().to_dict()["phases_from_graphs"]
-    assert phases["F"] >= 4 and phases["O"] >= 12, step.report()
+    assert phases["F"] >= 2 and phases["O"] >= 12, step.report()
     activations = 16 * 6000 * 1024 * 4  # bytes
-    assert reserved[-1] - reserved[1] < activations / 4, reserved
+    assert reserved[-1] - reserved[0] < activations / 4, reserved
+
+
+def test_gradients_lie_where_activations_lay() -> None:
+    """As in plain training: what a step needs is no more than there."""
+    peaks = []
+    for graphs in (False, True):
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(16)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+        x, replayed = torch.randn(2048, 2048, device="cuda"), 0
+        with GraphedStep(
+            lambda x, model=model: model(x).square().mean(),
+            model=model,
+            optimizer=optimizer,
+            forward="on" if graphs else "off",
+        ) as step:
+            for _ in range(8):
+                step(x)
+            replayed = step.report().to_dict()["phases_from_graphs"]["B"]
+        peaks.append(torch.cuda.max_memory_reserved() - before)
+        assert (replayed >= 4) is graphs
+        del model, optimizer, x, step
+    gradients = 16 * 2048 * 2048 * 4  # bytes
+    assert peaks[1] - peaks[0] < gradients / 4, peaks
