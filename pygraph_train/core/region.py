@@ -49,7 +49,7 @@ from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.identity import identities, picker
 from pygraph_train.parallel.replication import several_processes
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
-from pygraph_train.putting_back import ScratchState
+from pygraph_train.putting_back import Backup, ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import (
     copy_all,
@@ -266,10 +266,12 @@ class PhaseRegions:
         new = [p for p in parameters if id(p) not in self.gradients] if self.delivers else []
         if not new:
             return
-        lie = [p.grad for p in new if p.is_leaf and type(p.grad) is Tensor and is_alone(p.grad)]
-        move_together(lie, self.engine)  # out of the memory of the steps without a graph
+        lie = [(p, p.grad) for p in new if p.is_leaf and type(p.grad) is Tensor and is_alone(p.grad)]
+        move_together([g for _, g in lie], self.engine)  # out of the memory of the steps without a graph
+        self.gradients |= {id(p): g for p, g in lie if looks(g) == looks(p) and not g.requires_grad}
         with self.engine.lasting_memory():
-            self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in new}
+            others = [p for p in new if id(p) not in self.gradients]
+            self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in others}
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
         """After a capture: make other places for gradients that `placing` has left where they were.
@@ -698,12 +700,16 @@ class PhaseRegion:
     # -- recording and comparing ------------------------------------------------------------------------
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
-        owner, started = self.owner, time.perf_counter()
+        started = time.perf_counter()
         if self._may_overlap(given):
-            owner.overlaps = first_memory(owner.engine)
-        if not self.inference and (owner.overlaps is None or owner.gradients):
-            owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
-        owner.make_way(given)
+            self.owner.overlaps = first_memory(self.owner.engine)
+        if not self.inference and (self.owner.overlaps is None or self.owner.gradients):
+            self.owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
+        with self._gradients_aside(given):
+            return self._recorded(given, started)
+
+    def _recorded(self, given: Sequence[Any], started: float) -> RecordedRegion:
+        owner = self.owner
         verifies = owner.config.verify != "off"
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
         owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
@@ -758,6 +764,19 @@ class PhaseRegion:
         finally:
             put_back(before.restore)
 
+    @contextmanager
+    def _gradients_aside(self, given: Sequence[Any]) -> Iterator[None]:
+        """Around what computes gradients where others lie: the host has memory for a copy of these."""
+        places = self.owner.gradients
+        held = [(t.grad, places.get(id(t))) for t in self._fixed_of(given)]
+        lie = [place for g, place in held if place is not None and place is g]
+        before = Backup(self.owner.engine.device, lie) if lie else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                put_back(before.restore)
+
     def _changed(self, given: Sequence[Any]) -> list[Tensor]:
         """The fixed inputs that the region writes."""
         return [given[i] for i in sorted(self.written & self.fixed)]
@@ -768,7 +787,8 @@ class PhaseRegion:
             audits.left -= 1
         elif audits.due(time.perf_counter()):
             started = time.perf_counter()
-            self._compare(slot, given, {})
+            with self._gradients_aside(given):
+                self._compare(slot, given, {})
             audits.took(time.perf_counter() - started, first=False)
         return slot
 
@@ -785,7 +805,6 @@ class PhaseRegion:
         Raises:
             Unrecordable: it does not.
         """
-        self.owner.make_way(given)
         for asked in slot.backwards or [frozenset()]:
             runs = known[asked] if asked in known else self._plain_runs(given, asked)
             if runs is None or (difference := self._difference(runs, slot, given, asked)) is None:

@@ -359,8 +359,8 @@ class OptimizerPreparation:
     def _in_another_order(self, parameter: Tensor) -> bool:
         """Whether its gradient or state lies in another order in memory than it does (`p.data = p.data.t()`)."""
         beside = [parameter.grad, *self._optimizer.state.get(parameter, {}).values()]
-        strides = {t.stride() for t in beside if isinstance(t, Tensor) and t.shape == parameter.shape}
-        return bool(strides - {parameter.stride()})
+        alike = [t for t in beside if isinstance(t, Tensor) and t.shape == parameter.shape]
+        return any(_order(t) != _order(parameter) for t in alike)
 
     def _without_momentum(self, params: list[Tensor]) -> list[Tensor]:
         """Those whose momentum fused SGD does not begin as plain kernels do.
@@ -637,3 +637,8 @@ def _describe(fn: Callable[..., Any]) -> str:
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     code = getattr(inner, "__code__", None) or getattr(vars(type(inner)).get("__call__"), "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Strides, of dimensions with more than one element alone."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

@@ -677,6 +677,29 @@ def test_a_dampened_momentum_is_left_to_the_scaler_on_the_host() -> None:
 
 
 @pytest.mark.usefixtures("forced_fused")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_in_another_order_in_memory_get_plain_kernels(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused ones refuse them. The stride of a dimension of one element says nothing (depthwise convolutions)."""
+    kernels: list[bool] = []
+    fused = torch._fused_sgd_
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *a, **k: (kernels.append(True), fused(*a, **k))[1])
+    weights = [torch.nn.Parameter(torch.arange(36.0).view(4, 1, 3, 3)) for _ in range(2)]
+    for weight, context in zip(weights, (False, True), strict=True):
+        optimizer = SGD([weight], lr=0.1, momentum=0.9)
+        prep = OptimizerPreparation(optimizer, emulated=True)
+        for step in range(4):
+            if transposed and step == 2:
+                weight.data = weight.data.transpose(2, 3)
+            weight.grad = torch.full((4, 3, 3, 1), step + 1.0).permute(0, 3, 1, 2)
+            with prep.prepared() if context else nullcontext():
+                optimizer.step()
+    torch.testing.assert_close(*weights)
+    assert len(kernels) == (2 if transposed else 4)
+
+
+@pytest.mark.usefixtures("forced_fused")
 def test_sparse_gradients_found_inside_prepared_run_the_plain_kernels() -> None:
     params, optimizer = two_groups(functools.partial(SGD, lr=0.5))
     prep = OptimizerPreparation(optimizer, emulated=True)
