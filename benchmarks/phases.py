@@ -82,7 +82,7 @@ def _run(model: str, args: argparse.Namespace, *, ours: bool) -> tuple[dict[str,
     training = build_training(model, args.scale, torch.device(args.device))
     step, made = _ours(training, args) if ours else (_plain(training), None)
     losses = [step(training.batches[n % len(training.batches)]).detach().clone() for n in range(COMPARED)]
-    parameters = [p.detach().clone() for p in training.module.parameters()]
+    parameters = [p.detach().to("cpu", copy=True) for p in training.module.parameters()]
     found: dict[str, Any] = {
         "ms": _loop_ms(step, training.batches, args),
         "us": _host_us(step, training.batches, args),

@@ -58,10 +58,10 @@ def _drawn(legend: tuple[str, ...], bars: Bars) -> str:
 def pictures() -> dict[str, str]:
     """What stands in each file."""
     steps, whole, inputs = Bars(), Bars(), Bars()
-    for r in _rows("phases"):
+    for r in _rows("phases", "2"):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
     for recipe, title in WHOLE.items():
-        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "35124"]
+        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "7635124"]
         found = next(rows for rows in files if len(rows) > 1)
         for way in ("plain", "ours"):
             whole.append((f"{title}, {found[way]['steps_made']} steps", way == "ours", found[way]["whole_s"]))
