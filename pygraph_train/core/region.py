@@ -171,7 +171,8 @@ class PhaseRegions:
             divided = None if self.delivers or self.compiles or self.refused else stretches(gm)
             self.divided, self.refused = True, divided is None
             talks = None if divided else talks or ""
-        for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks)):
+        lost = "" if None in next(iter(reversed(gm.graph.nodes))).args[0] else None
+        for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks), (_LOST, lost)):
             if where is not None:
                 self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python
@@ -887,6 +888,7 @@ class SharedGraph:
 
 _PART = "a part of the step runs without a graph"
 _CAUGHT = f"{_PART}: the step catches exceptions of its operations"
+_LOST = f"{_PART}: Dynamo loses a number that the step writes"  # under a default device
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
 )

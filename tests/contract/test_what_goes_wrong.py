@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -395,6 +396,25 @@ def test_a_training_that_is_over_is_freed(closed: bool) -> None:
         del model, step
     gc.collect()
     assert [reference() for reference in over] == [None] * 4
+
+
+@same_as_plain(replays=8)
+def test_a_number_is_written_under_a_default_device(run: Run) -> None:
+    """Dynamo of torch 2.13 loses it there, and raises AttributeError in the function."""
+    model, seen = Net(), []
+    model.decay = 1.0
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model(x), y)
+        model.decay *= 0.98
+        return loss * (0.5 + model.decay)
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(24)):
+        with torch.device(DEVICE) if 10 <= number < 14 else nullcontext():
+            step(*batch)
+        seen.append(model.decay)
+    run.note("numbers", seen)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
