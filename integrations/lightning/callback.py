@@ -34,6 +34,7 @@ from pygraph_train.boundary import (
     executes,
     quietly,
     surely,
+    theirs,
     tried,
 )
 from pygraph_train.config import PyGraphConfig
@@ -449,8 +450,12 @@ class _LightningProgram(StepProgram):
                 records = list(recorder.records)
                 recorder.records.clear()
                 done(output)
-                for record in records:  # in the context as well: it sets the default dtype
-                    self.model.log(record.name, record.value, *record.args, **record.kwargs)
+                try:
+                    for record in records:  # in the context as well: it sets the default dtype
+                        self.model.log(record.name, record.value, *record.args, **record.kwargs)
+                except Exception as error:
+                    theirs(error)
+                    raise
             return output
 
         # on the strategy, not on the module: attributes of the module are guarded
