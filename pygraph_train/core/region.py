@@ -327,7 +327,7 @@ class PhaseRegions:
                     slot.ways.clear()
 
     def close(self) -> None:
-        """Release all graphs. Regions run as they are from now on."""
+        """Release all graphs but those whose backward is still to come. Regions run as they are from now on."""
         self.closed = True
         for region in self.regions:
             region.close()
@@ -431,7 +431,7 @@ class PhaseRegion:
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason
         self.counts &= not self.inference or torch.is_grad_enabled()  # a teacher's is no forward of the step
-        self.close(but_pending=True)
+        self.close()
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 
     def differentiated_twice(self) -> None:
@@ -444,12 +444,10 @@ class PhaseRegion:
         self.keeps = True
         self.slots.clear()  # those with pending backwards live on
 
-    def close(self, *, but_pending: bool = False) -> None:
-        """Release its graphs, or those whose backward cannot come any more. The others are gone when it has come."""
+    def close(self) -> None:
+        """Release its graphs, but for those whose backward may come: they are gone when it has come."""
         for slots in self.slots.values():
-            for slot in slots:
-                if not but_pending or slot.free:
-                    quietly(slot.close)
+            quietly(*[slot.close for slot in slots if slot.free])
         self.slots.clear()
 
     def __call__(self, *given: Any) -> Any:

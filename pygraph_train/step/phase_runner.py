@@ -274,8 +274,7 @@ class PhaseRunner:
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
         self.stopped = True
-        quietly(self._regions.close, self._drop_update)
-        self._training.engine.close()
+        quietly(self._regions.close, self._drop_update, self._training.engine.close)
 
 
 _OTHER_THREAD = Problem(

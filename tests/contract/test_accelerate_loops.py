@@ -67,6 +67,20 @@ def test_hooks_come_and_go_in_the_middle_of_an_accumulation(run: Run) -> None:
     run.note("norms", norms)
 
 
+@same_as_plain(replays=12)
+def test_graphs_are_released_before_the_last_backward(run: Run) -> None:
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate, 24)
+    for number, (x, y) in enumerate(run.each(data)):
+        loss = cross_entropy(model(x), y)
+        if number == 20:
+            accelerate.end_training()
+        loss.backward()
+        run.note("gradients", [p.grad for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 HABITS: dict[str, Any] = {
     "two forwards before their backwards": lambda loop, x, y: [loop(x, y), loop(y=y, x=x * 2)],
     "one of them with fewer rows": lambda loop, x, y: [loop(x, y), loop(x[:5], y[:5])],
