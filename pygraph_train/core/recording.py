@@ -248,16 +248,17 @@ class RecordedRegion(RegionCall):
     Args:
         region: whose graph it is.
         given: the inputs of the call in which it is recorded.
+        overlaps: whether gradients stay where the recorded backward computes them, see `PhaseRegions.overlaps`.
 
     Attributes:
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         audits: when it is compared once more; set by who has recorded it.
-        overwrites: parameters, by position, whose gradients lie where its graphs compute: see `PhaseRegions.overlaps`.
+        overwrites: positions of parameters whose gradients lie where its forward computes.
     """
 
     audits: Audits
 
-    def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
+    def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
         super().__init__(region, given, free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
         self._static = [self._static_of(t, i) for i, t in enumerate(given)]
@@ -271,17 +272,13 @@ class RecordedRegion(RegionCall):
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
-        own = region.owner.overlaps is not None and not region.owner.gradients
         try:
             self._record(given)
         except BaseException:
             self.close()
-            if own:
-                region.owner.part()
             raise
-        self.overwrites = [
-            i for i, key in zip(self.leads, self._keys, strict=True) if own and key is not None
-        ]
+        keyed = zip(self.leads, self._keys, strict=True) if overlaps else ()
+        self.overwrites = [i for i, key in keyed if key is not None]
         self._overwritten = picker(self.overwrites)
 
     def _static_of(self, value: Any, position: int) -> Any:

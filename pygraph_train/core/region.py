@@ -699,15 +699,20 @@ class PhaseRegion:
     # -- recording and comparing ------------------------------------------------------------------------
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
-        started = time.perf_counter()
-        if self._may_overlap(given):
-            self.owner.overlaps = first_memory(self.owner.engine)
-        if not self.inference and (self.owner.overlaps is None or self.owner.gradients):
-            self.owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
-        with self._gradients_aside(given):
-            return self._recorded(given, started)
+        owner, started = self.owner, time.perf_counter()
+        memory = first_memory(owner.engine) if self._may_overlap(given) else None
+        if memory is None and not self.inference:
+            owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
+        owner.overlaps = memory or owner.overlaps
+        try:
+            with self._gradients_aside(given):
+                return self._recorded(given, started, overlaps=memory is not None)
+        except BaseException:
+            if memory is not None:
+                owner.part()
+            raise
 
-    def _recorded(self, given: Sequence[Any], started: float) -> RecordedRegion:
+    def _recorded(self, given: Sequence[Any], started: float, *, overlaps: bool) -> RecordedRegion:
         owner = self.owner
         verifies = owner.config.verify != "off"
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
@@ -717,7 +722,7 @@ class PhaseRegion:
             known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
             with torch.inference_mode(False), self._undone(given):
                 gc.collect(1)  # what the run without a graph has left
-                slot = RecordedRegion(self, given)
+                slot = RecordedRegion(self, given, overlaps=overlaps)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
