@@ -325,9 +325,10 @@ class Loop:
         for r in regions:
             r.replays = r.plain = r.parts = 0
             r.report_to(report, self._steps)
+        graded = max((call.graded for call in calls), default=0)
         for call in calls:
             called, call.calls = called or call.calls > 0, 0
-            call.steady, call.without = call.steady + 1 if call.without else 0, 0
+            call.step_ended(graded)
             call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
             if call.hopeless == HOPELESS:
                 call.remove()

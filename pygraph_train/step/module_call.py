@@ -33,6 +33,9 @@ _STEADY = 8
 that of a reference. An evaluation lies between two steps.
 """
 
+_OFTEN = 2
+"""Times as many calls as with gradients: more of them generate a text, word by word."""
+
 HOPELESS = 3
 """Steps in a row in which no part may have a graph, after which forward and backward run as they are written: the
 graphs that Dynamo makes are slower.
@@ -72,8 +75,8 @@ class ModuleCall:
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile`; the loop sets it back.
         held: so many further calls with gradients run it as it is.
-        without: how often it was called without gradients; the loop sets it back.
-        steady: how many steps in a row have called it so.
+        graded, without: how often it was called with gradients in the present step, and without.
+        steady: how many steps in a row have called it without, and not too often.
         spent: seconds of the host in each of them; the loop empties it.
         hopeless: steps in a row in which no part of it may have a graph.
     """
@@ -101,14 +104,17 @@ class ModuleCall:
         if not self.regions.compiles:  # Inductor's kernels for one size are faster
             self._compiled.sizes_of = self._sizes.that_change
         self._called = self._initialized = self.paused = False
-        self.calls = self.held = self.hopeless = self.without = self.steady = 0
+        self.calls = self.held = self.hopeless = 0
+        self.graded = self.without = self.steady = 0
         self.spent: list[float] = []
         set_call_of(module, self, within=self.within)
         weakref.finalize(self, self.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.graded += 1
+        else:
             self.without += 1
             if self.steady < _STEADY or self.held or self.within or torch.is_inference_mode_enabled():
                 return self._call(self._module, *args, **kwargs)
@@ -156,6 +162,11 @@ class ModuleCall:
         self.regions.plain += 1
         executes(FORWARD)
         return self._call(self._module, *args, **kwargs)
+
+    def step_ended(self, graded: int) -> None:
+        """A step has ended, in which some module was called so often with gradients. Hot path."""
+        self.steady = self.steady + 1 if 0 < self.without <= _OFTEN * graded else 0
+        self.graded = self.without = 0
 
     def settle(self, settled: bool) -> None:
         """See `CompiledFunction.settled`. Hot path."""

@@ -143,12 +143,18 @@ def _count() -> None:
 
 @same_as_plain(replays=12)
 def test_a_teacher_without_gradients(run: Run) -> None:
-    """Its calls are part of each step, so they are replayed. Those of an evaluation between two steps are not."""
+    """Its calls are part of each step, so they are replayed. Those of an evaluation between two steps are not, nor are
+    those of a module that a step calls again and again."""
     accelerate = accelerator(run)
     model, optimizer, data, _ = prepared(run, accelerate, 40)
-    teacher = accelerate.prepare(_Teacher().eval())
+    teacher, often = accelerate.prepare(_Teacher().eval(), _Teacher().eval())
     calls = []
     for number, (x, y) in enumerate(run.each(data)):
+        _Teacher.calls = 0
+        with torch.no_grad():
+            for k in range(8):  # as a text is generated
+                run.note("word", often(x[k:]))
+        assert _Teacher.calls == 8, "they run as they are written"
         _Teacher.calls = 0
         with torch.no_grad():
             soft = teacher(x).softmax(1)
