@@ -102,7 +102,7 @@ class ModuleCall:
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
         self._sizes = Sizes()
         if not self.regions.compiles:  # Inductor's kernels for one size are faster
-            self._compiled.sizes_of = self._sizes.that_change
+            self._compiled.around = self._sizes.dynamic
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
         self.graded = self.without = self.steady = 0

@@ -158,7 +158,7 @@ class PhaseRunner:
         if self._compiled is None or self._compiled.fn != fn:
             self._compiled = CompiledFunction(fn, self._regions)
             if not self._regions.compiles:  # Inductor's kernels for one size are faster
-                self._compiled.sizes_of = self._sizes.that_change
+                self._compiled.around = self._sizes.dynamic
         chooser = self._chooser
         self._compiled.settled = chooser is not None and chooser.settled
         made = self._compiled(*args, **kwargs)

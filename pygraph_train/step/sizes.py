@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.torch_private.stock_dynamo import make_dynamic
 from pygraph_train.trees import tensors_in
 
 
@@ -26,10 +28,20 @@ class Sizes:
             self._changed |= {(k, d) for d, (a, b) in enumerate(zip(one, other, strict=False)) if a != b}
         return tensors
 
-    def that_change(self, *given: Any) -> Iterator[tuple[Tensor, int]]:
-        """Tensors, each with a dimension whose size changes: the rows of each batch, as there may be fewer in the last
-        one of an epoch, and what has changed so far."""
-        for k, tensor in enumerate(self.look(*given)):
+    @contextmanager
+    def dynamic(self, *given: Any) -> Iterator[None]:
+        """Around a trace: sizes that change are numbers from the first trace on, which needs no second one then.
+
+        These are the rows of each batch, of which there may be fewer at the end of an epoch, and what has changed.
+        """
+        tensors = self.look(*given)
+        before = [set(vars(tensor)) for tensor in tensors]
+        for k, tensor in enumerate(tensors):
             for d, size in enumerate(tensor.shape):
                 if size > 1 and (d == 0 or (k, d) in self._changed):
-                    yield tensor, d
+                    make_dynamic(tensor, d)
+        marks = [vars(tensor).keys() - names for tensor, names in zip(tensors, before, strict=True)]
+        yield
+        for tensor, names in zip(tensors, marks, strict=True):
+            for name in names & vars(tensor).keys():
+                delattr(tensor, name)

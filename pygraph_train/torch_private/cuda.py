@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,14 +35,19 @@ clear_cublas_workspaces: Callable[[], None] = private("torch._C._cuda_clearCubla
 """Free cuBLAS workspaces of all streams; the next product allocates its own. (2.11, 2.13)"""
 
 
+@functools.cache
+def _expands(settings: str) -> bool:
+    """Whether segments expand under these settings. A snapshot of all memory tells it, which takes milliseconds."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", True))
+
+
 @contextmanager
 def expandable_segments() -> Iterator[None]:
     """New memory segments of the CUDA caching allocator grow and shrink instead of being kept in pieces.
 
     The setting of before comes back. (2.11, 2.13)
     """
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    if settings.get("expandable_segments", True):
+    if _expands(getattr(torch._C, "_accelerator_getAllocatorSettings", str)()):  # not in 2.11
         yield
         return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -26,18 +26,14 @@ storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata
 copy_all: Callable[..., None] = private("torch._foreach_copy_")
 """`copy_all(targets, sources)`: one call, and few kernels, for many tensors. (2.11, 2.13)"""
 
-
 storage_use_count: Callable[[int], int] = private("torch._C._storage_Use_Count")
 """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Whether only this tensor holds its memory: no view, and no array of NumPy's. (2.11, 2.13)"""
-    return _holders(tensor) == _holders(torch.empty(0, device="cpu"))
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    return storage_use_count(storage_key(tensor.untyped_storage()))
+    storages = (t.untyped_storage() for t in (tensor, torch.empty(0, device="cpu")))
+    return len(set(map(storage_use_count, map(storage_key, storages)))) == 1
 
 
 def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -11,8 +11,8 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -58,6 +58,11 @@ def untraced(fn: F) -> F:
 def break_graph() -> None:
     """Have Dynamo, which traces the caller, end its graph here. (2.11 to 2.15)"""
     torch._dynamo.graph_break()
+
+
+def make_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Have Dynamo make a number of this size, if it can. (2.11 to 2.15)"""
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 _left: list[types.CodeType] = []
@@ -156,7 +161,8 @@ def _prepare_trace() -> None:
         changes.callback(setattr, _here, "device", None)
         _here.settings = changes
         function = _here.called[-1]
-        for around in (*_AROUND_A_TRACE, function.growing.left_to_python, function.dynamic_sizes):
+        sizes = functools.partial(function.around, *function.given)
+        for around in (*_AROUND_A_TRACE, function.growing.left_to_python, sizes):
             quietly(lambda around=around: changes.enter_context(around()))  # type: ignore[misc]
     _here.traces += 1
     _here.others += not _here.called
@@ -341,29 +347,16 @@ class CompiledFunction:
 
     Attributes:
         settled: whether what was not traced before runs as it is written.
-        sizes_of: what finds the tensors, with a dimension of each, whose sizes change, in its arguments.
+        given: its arguments in the present call.
+        around: gives a context for its traces, called with its arguments.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
-        self.fn, self.settled = fn, False
-        self.sizes_of: Callable[..., Iterable[tuple[torch.Tensor, int]]] | None = None
-        self.growing = Growing()
-        self._given: tuple[Any, dict[str, Any]] = (), {}
+        self.fn, self.settled, self.growing = fn, False, Growing()
+        self.given: tuple[Any, ...] = ()
+        self.around: Callable[..., Any] = lambda *given: nullcontext()
         self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
-
-    @contextmanager
-    def dynamic_sizes(self) -> Iterator[None]:
-        """Around a trace: sizes that change are numbers from the first trace on, which needs no second one then."""
-        marked = list(self.sizes_of(*self._given) if self.sizes_of else ())
-        before = [set(vars(tensor)) for tensor, _ in marked]
-        for tensor, dimension in marked:
-            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        added = [vars(tensor).keys() - names for (tensor, _), names in zip(marked, before, strict=True)]
-        yield
-        for (tensor, _), names in zip(marked, added, strict=True):
-            for name in names & vars(tensor).keys():
-                delattr(tensor, name)
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         self._compiled = torch.compile(fn, backend=self._backend, **self._options)
@@ -377,7 +370,7 @@ class CompiledFunction:
             quietly(_tell_dynamo)
             compiled = self._compile(_copied(self.fn))
         here.called.append(self)
-        self._given = args, kwargs
+        self.given = args, kwargs
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
@@ -393,7 +386,7 @@ class CompiledFunction:
             raise
         finally:
             here.called.pop()
-            self._given = (), {}
+            self.given = ()
             if here.settings is not None and not here.called:
                 settings, here.settings = here.settings, None
                 settings.close()
