@@ -32,7 +32,6 @@ from lightning_training import (  # noqa: E402
     fit,
     loader,
     parity,
-    refused,
     replayed,
 )
 from test_lightning_phases import in_regions  # noqa: E402
@@ -202,7 +201,7 @@ def test_hooks_see_and_change_the_gradients_of_the_step():
 
 
 @pytest.mark.slow
-def test_optimizer_step_hook_of_the_user_is_called_once_a_step_also_while_tracing_fails():
+def test_optimizer_step_hook_of_the_user_is_called_once_a_step():
     calls: list[int] = []
 
     class Counts(Module):
@@ -215,7 +214,7 @@ def test_optimizer_step_hook_of_the_user_is_called_once_a_step_also_while_tracin
             calls.append(1)
             super().optimizer_step(*args, **kwargs)
 
-    refused(parity(Counts, replays=80))
+    parity(Counts, replays=75)
     assert len(calls) == 88
 
 
