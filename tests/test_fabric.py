@@ -146,10 +146,8 @@ class WithLoss(Net):
 def test_a_whole_step(clipping: str) -> None:
     report = both(functools.partial(stepwise, clipping=CLIPPINGS[clipping]), replays=20)
     step = whole(report, plan="{F} {B} {O}")
-    if clipping == "checked norm":
-        assert step.optimizer_steps_replayed >= 20
-        (row,) = step.fallbacks
-        assert "clip_gradients reads the norm of the gradients on the host" in row.reason
+    if clipping == "checked norm":  # which Fabric reads on the host, between two graphs
+        assert step.optimizer_steps_replayed >= 20 and not step.fallbacks
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
