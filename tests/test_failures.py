@@ -154,8 +154,15 @@ WHERE = {
 }
 
 
+_LATE = pytest.mark.xfail(
+    strict=True, reason="a hook that raises ends a replayed backward before any gradient is put in place"
+)
+
+
 @pytest.mark.slow_after(4)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "where", [pytest.param(w, marks=_LATE) if w == "gradient hook" else w for w in WHERE]
+)
 @pytest.mark.parametrize("make", [adamw, adam], ids=["adamw", "adam"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["steps", "micro-batches"])
 def test_an_exception_anywhere_in_a_step_leaves_what_plain_training_leaves(where, make, accumulate):
