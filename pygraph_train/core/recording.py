@@ -199,7 +199,7 @@ class UnrecordedCall(RegionCall):
         """See `RecordedRegion.replay_forward`. Results are copies, as they are of a replay."""
         self._static = [_as_leaf(value, i in self.region.fixed) for i, value in enumerate(given)]
         known = {id(static): value for static, value in zip(self._static, given, strict=True)}
-        places = {_place_of(self._static[i]) for i, value in enumerate(given) if isinstance(value, Tensor)}
+        places = {memory_of(self._static[i]) for i, value in enumerate(given) if isinstance(value, Tensor)}
         self._memory.hold(token)
         executes(FORWARD)
         with self._memory.used(self._engine), torch.enable_grad():
@@ -210,7 +210,7 @@ class UnrecordedCall(RegionCall):
             if not isinstance(output, Tensor) or id(output) in known:
                 made.append(known.get(id(output), output))
             else:
-                made.append(output.detach() if _place_of(output) in places else _clone(output))
+                made.append(output.detach() if memory_of(output) in places else _clone(output))
         return made
 
     def backward_of(self, seeds: dict[int, Tensor], *, keeps: bool = False) -> UnrecordedCall | None:
@@ -517,8 +517,12 @@ def _as_leaf(value: Any, fixed: bool, *, copied: bool = False) -> Any:
     return leaf.requires_grad_(value.requires_grad)
 
 
-def _place_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+def memory_of(tensor: Tensor) -> int:
+    """What is the same for tensors that share memory."""
+    tensor = local_tensor(tensor)
+    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return id(tensor)  # wrapper classes have no memory of their own
+    return tensor.untyped_storage().data_ptr()
 
 
 def run_plainly(

@@ -42,6 +42,7 @@ from pygraph_train.core.recording import (
     Unrecordable,
     UnrecordedCall,
     autocast_now,
+    memory_of,
     run_plainly,
 )
 from pygraph_train.graphs.compact import move_together
@@ -540,15 +541,15 @@ class PhaseRegion:
         self.inference = self.owner.inference and bool(results) and not any(t.requires_grad for t in results)
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(values[i].detach(), c)}
-        places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]
+        places = [memory_of(t) for t in (*given, *made) if isinstance(t, Tensor)]
         kept = self._inner if self.calls == 1 else ()
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
         self._usual &= self.last == 1 and all(t.grad is None for t in trained)
         # those that are lent are copied for each backward
-        held = [] if self.owner.lent else [(t, _place(t)) for t in trained]
+        held = [] if self.owner.lent else [(t, memory_of(t)) for t in trained]
         seen = [
-            self._seen(i, t, held, shared=places.count(_place(t)) > 1)
+            self._seen(i, t, held, shared=places.count(memory_of(t)) > 1)
             if isinstance(t, Tensor) and t.requires_grad and i not in kept
             else t
             for i, t in enumerate(made)
@@ -585,7 +586,7 @@ class PhaseRegion:
             self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
             self.keeps |= backward_keeps_graph()
-            if any(_place(t) != place for t, place in held):
+            if any(memory_of(t) != place for t, place in held):
                 self._stays_plain(Problem("its parameters move between forward and backward"))
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
                 self._stays_plain(Problem(_INNER_GRADIENT))
@@ -924,13 +925,6 @@ def _inner(gm: GraphModule) -> list[int]:
     output = next(iter(reversed(gm.graph.nodes)))
     results = output.args[0]
     return [i for i, r in enumerate(results) if isinstance(r, Node) and any(u is not output for u in r.users)]
-
-
-def _place(tensor: Tensor) -> int:
-    tensor = local_tensor(tensor)
-    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
-        return id(tensor)  # wrapper classes have no memory of their own
-    return tensor.untyped_storage().data_ptr()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
