@@ -100,9 +100,8 @@ class ModuleCall:
         given = engine, config, lambda: tensors_of(known()), tell, boundary
         self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
-        self._sizes = Sizes()
-        if not self.regions.compiles:  # Inductor's kernels for one size are faster
-            self._compiled.around = self._sizes.dynamic
+        self._sizes = Sizes(fixed=self.regions.compiles)
+        self._compiled.around = self._sizes.dynamic
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0
         self.graded = self.without = self.steady = 0

@@ -64,7 +64,7 @@ class PhaseRunner:
             leads=training.program.differentiates,
         )
         self._compiled: CompiledFunction | None = None
-        self._sizes = Sizes()
+        self._sizes = Sizes(fixed=self._regions.compiles)
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
@@ -157,8 +157,7 @@ class PhaseRunner:
         """Call the step's function through `torch.compile`. Hot path."""
         if self._compiled is None or self._compiled.fn != fn:
             self._compiled = CompiledFunction(fn, self._regions)
-            if not self._regions.compiles:  # Inductor's kernels for one size are faster
-                self._compiled.around = self._sizes.dynamic
+            self._compiled.around = self._sizes.dynamic
         chooser = self._chooser
         self._compiled.settled = chooser is not None and chooser.settled
         made = self._compiled(*args, **kwargs)

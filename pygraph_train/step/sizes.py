@@ -14,9 +14,14 @@ from pygraph_train.trees import tensors_in
 
 
 class Sizes:
-    """Sees which sizes of its arguments change, before a function is traced."""
+    """Sees which sizes of its arguments change, before a function is traced.
 
-    def __init__(self) -> None:
+    Args:
+        fixed: whether its graphs get Inductor's kernels, which are faster for sizes that do not change.
+    """
+
+    def __init__(self, *, fixed: bool) -> None:
+        self._fixed = fixed
         self._shapes: list[torch.Size] = []
         self._changed: set[tuple[int, int]] = set()
 
@@ -34,7 +39,7 @@ class Sizes:
 
         These are the rows of each batch, of which there may be fewer at the end of an epoch, and what has changed.
         """
-        tensors = self.look(*given)
+        tensors = [] if self._fixed else self.look(*given)
         before = [set(vars(tensor)) for tensor in tensors]
         for k, tensor in enumerate(tensors):
             for d, size in enumerate(tensor.shape):
