@@ -296,7 +296,7 @@ class PhaseRegions:
         return moved
 
     def part(self) -> None:
-        """Two forwards wait for their backward at once: gradients get memory of their own.
+        """Give gradients memory of their own from now on: no recording overwrites them before its backward.
 
         Recordings are made anew. Those whose backward is still to come live on.
         """
@@ -604,7 +604,7 @@ class PhaseRegion:
 
     def _slot_for(self, given: Sequence[Any]) -> Slot | None:
         if (overlapped := self.owner.overlaps) is not None and not overlapped.free:
-            self.owner.part()
+            self.owner.part()  # two forwards wait for their backward at once
         if not self._learned:
             self._learn(given)
         elif (now := self._identity(given)) != self._known:
