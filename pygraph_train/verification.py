@@ -23,22 +23,20 @@ SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
 
 _MOST_NOISE = 0.05
-"""Runs that differ by more, relative to all of the loss or of the gradients, show nothing."""
+"""Runs that differ by more, relative to all tensors together, show nothing."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A loss and gradients, small enough to keep while the graph is captured.
+    """Of tensors what is small enough to keep while a graph is captured.
 
     Attributes:
-        loss: a copy, 0-dim.
-        exact: per gradient the sum of its bytes as integers: equal bytes give equal sums.
-        norms: per gradient its norm, float64.
-        samples: per gradient up to 256 values spread over it.
-        rounding: of the loss and of each gradient, what one rounding changes, relative. float64.
+        exact: per tensor the sum of its bytes as integers: equal bytes give equal sums.
+        norms: per tensor its norm, float64.
+        samples: per tensor up to 256 values spread over it.
+        rounding: per tensor what one rounding changes, relative. float64.
     """
 
-    loss: Tensor
     exact: Tensor
     norms: Tensor
     samples: list[Tensor]
@@ -46,13 +44,16 @@ class Fingerprint:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, loss: Tensor, gradients: Sequence[Tensor | None]) -> Fingerprint:
-        """Compute it on the device. Gradients: tensors of any shape, or None where there is none.
+    def of(cls, tensors: Sequence[Tensor | None], *, distances: bool = True) -> Fingerprint:
+        """Compute it on the device.
 
+        Args:
+            tensors: of any shape, or None where there is no gradient.
+            distances: whether more is to be asked than `same_bits`, which takes twice as long.
         Raises:
             NotLegal: one is sparse.
         """
-        present = [local_tensor(g.detach()) for g in gradients if g is not None]
+        present = [local_tensor(t.detach()) for t in tensors if t is not None]
         if any(g.layout is not torch.strided for g in present):
             raise NotLegal(
                 Problem(
@@ -66,41 +67,34 @@ class Fingerprint:
         for g in real:
             parts = _in_memory(g).split(_PART)
             exact.append(_sum([_bits(part).sum(dtype=torch.int64) for part in parts]))
-            norms.append(_norm(parts))
-            samples.append(_sampled(g))
-        empty = torch.zeros(0, device=loss.device)
-        rounding = [_rounding(t.dtype) for t in (loss, *real)]
+            if distances:
+                norms.append(_norm(parts))
+                samples.append(_sampled(g))
+        empty = torch.zeros(0)
+        rounding = [_rounding(t.dtype) for t in real if distances]
         return cls(
-            loss=loss.detach().clone(),
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
             samples=samples,
-            rounding=torch.tensor(rounding, dtype=torch.float64, device=loss.device),
+            rounding=torch.tensor(rounding, dtype=torch.float64, device=norms[0].device) if norms else empty,
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
-        """Whether losses and gradients are equal bit for bit."""
-        same_shape = self.exact.shape == other.exact.shape
-        same_loss = torch.equal(_bits(self.loss.reshape(1)), _bits(other.loss.reshape(1)))  # it may be NaN
-        return same_shape and torch.equal(self.exact, other.exact) and same_loss
+        """Whether all tensors are equal bit for bit."""
+        return self.exact.shape == other.exact.shape and torch.equal(self.exact, other.exact)
 
     def distances(self, other: Fingerprint) -> Tensor:
-        """How far another run is from this one: the loss and each gradient, relative to their size.
+        """How far each tensor of another run is from that of this one, relative to its size.
 
-        Infinite where a value is finite in one run only. Both have the same gradients.
+        Infinite where a value is finite in one run only. Both have the same tensors, and at least one.
         """
         floor = 1e-6  # of the largest gradient: sums of cancelling terms have noise of the size of the terms
-        sizes = [s.nan_to_num(0.0, 0.0, 0.0).norm() for s in self.samples]
+        scales = torch.stack([s.nan_to_num(0.0, 0.0, 0.0).norm() for s in self.samples])
         of_samples = [_apart(a, b).norm() for a, b in zip(self.samples, other.samples, strict=True)]
-        loss, theirs = self.loss.double().reshape(1), other.loss.double().reshape(1)
-        found = [_apart(loss, theirs) / loss.abs().nan_to_num(1.0, 1.0, 1.0).clamp(min=1e-12)]
-        if sizes:
-            scales = torch.stack(sizes)
-            by_sample = torch.stack(of_samples) / (scales + scales.max() * floor).clamp(min=1e-300)
-            norms = self.norms.nan_to_num(0.0, 0.0, 0.0)
-            by_norm = _apart(self.norms, other.norms) / (norms + norms.max() * floor).clamp(min=1e-300)
-            found.append(torch.maximum(by_sample, by_norm))
-        return torch.cat(found)
+        by_sample = torch.stack(of_samples) / (scales + scales.max() * floor).clamp(min=1e-300)
+        norms = self.norms.nan_to_num(0.0, 0.0, 0.0)
+        by_norm = _apart(self.norms, other.norms) / (norms + norms.max() * floor).clamp(min=1e-300)
+        return torch.maximum(by_sample, by_norm)
 
 
 class PlainRuns:
@@ -111,7 +105,7 @@ class PlainRuns:
 
     Args:
         first: the run that a replay was found to differ from.
-        kind: what the tensors are that were compared besides the loss.
+        kind: what the tensors are that were compared.
     """
 
     ENOUGH = 3
@@ -161,8 +155,8 @@ class PlainRuns:
             return f"{self._told(self._nearest(found))}, and {len(self._runs)} runs without the graph agree bit for bit"
         noise = self._spread()
         weights = first.norms.nan_to_num(0.0, 0.0, 0.0)
-        overall = (noise[1:] * weights).norm() / weights.norm().clamp(min=1e-300)
-        if not max(float(noise[0]), float(overall)) <= _MOST_NOISE:
+        overall = (noise * weights).norm() / weights.norm().clamp(min=1e-300)
+        if not float(overall) <= _MOST_NOISE:
             return f"{self._told(self._nearest(found))}, and runs without the graph by too much: {self._told(noise)}"
         over, apart, usual = self._beyond(found)
         worst = int(over.argmax())
@@ -188,8 +182,7 @@ class PlainRuns:
     def _told(self, distances: Tensor, which: int | None = None) -> str:
         """One of these distances in words, the largest one where none is named."""
         which = int(distances.argmax()) if which is None else which
-        name = "the loss" if which == 0 else f"{self._kind} {which - 1}"
-        return f"{name} differs by {float(distances[which]):.1e} of its size"
+        return f"{self._kind} {which} differs by {float(distances[which]):.1e} of its size"
 
     def _nearest(self, found: Fingerprint) -> Tensor:
         return torch.stack([run.distances(found) for run in self._runs]).amin(0)

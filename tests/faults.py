@@ -23,7 +23,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.step.phase_runner import PhaseRunner
-from pygraph_train.verification import PlainRuns
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = [
     "FAULTS",
@@ -54,6 +54,7 @@ def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = Non
 def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
     """Let every comparison of a replay with the step without a graph find a difference."""
     _constant(PlainRuns, "same", False)(patch)
+    _constant(Fingerprint, "same_bits", False)(patch)
     _constant(PlainRuns, "refuse", "planted")(patch)
 
 

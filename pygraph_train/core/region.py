@@ -720,7 +720,7 @@ class PhaseRegion:
         owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
         # before there is a graph, whose memory would come on top
         with NoCollectives() if owner.divided else nullcontext():
-            known = {asked: self._plain_runs(given, asked) for asked in compared if verifies}
+            known = {asked: self._of_a_plain_run(given, asked) for asked in compared if verifies}
             with torch.inference_mode(False), self._undone(given):
                 gc.collect(1)  # what the run without a graph has left
                 slot = RecordedRegion(self, given, overlaps=overlaps)
@@ -801,7 +801,7 @@ class PhaseRegion:
         self,
         slot: RecordedRegion,
         given: Sequence[Any],
-        known: Mapping[frozenset[int], PlainRuns | None],
+        known: Mapping[frozenset[int], Fingerprint | None],
     ) -> None:
         """A replay has to give what the region gives without a graph. Nothing is left of either.
 
@@ -811,8 +811,11 @@ class PhaseRegion:
             Unrecordable: it does not.
         """
         for asked in slot.backwards or [frozenset()]:
-            runs = known[asked] if asked in known else self._plain_runs(given, asked)
-            if runs is None or (difference := self._difference(runs, slot, given, asked)) is None:
+            plain = known[asked] if asked in known else self._of_a_plain_run(given, asked)
+            if plain is None or plain.same_bits(self._of_a_replay(slot, given, asked)):
+                continue
+            runs = PlainRuns(self._of_a_plain_run(given, asked, distances=True) or plain, "result")
+            if (difference := self._difference(runs, slot, given, asked)) is None:
                 continue
             # what a kernel that adds in no fixed order gives now and then is no other computation
             if any(self._difference(runs, slot, given, asked) for _ in range(_AGAIN)):
@@ -823,32 +826,37 @@ class PhaseRegion:
         self, runs: PlainRuns, slot: RecordedRegion, given: Sequence[Any], asked: frozenset[int]
     ) -> str | None:
         """What one replay and plain runs differ by, None where it is like one of them."""
-        with self._undone(given):
-            found = self._fingerprint_of(given, *slot.replayed(given, asked))
+        found = self._of_a_replay(slot, given, asked, distances=True)
         if runs.same(found):
             return None
         while not runs.enough(found):
-            runs.add(self._plain_fingerprint(given, asked) or runs.first)
+            runs.add(self._of_a_plain_run(given, asked, distances=True) or runs.first)
         return runs.refuse(found)
 
-    def _plain_runs(self, given: Sequence[Any], asked: frozenset[int]) -> PlainRuns | None:
-        """One run of the region without a graph; None where such a backward is not possible."""
-        first = self._plain_fingerprint(given, asked)
-        return None if first is None else PlainRuns(first, "result")
-
-    def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
+    def _of_a_plain_run(
+        self, given: Sequence[Any], asked: frozenset[int], *, distances: bool = False
+    ) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
         with self._undone(given):
             with free_memory(self.owner.engine).used(self.owner.engine):
                 made = run_plainly(self, given, asked)
-            return None if made is None else self._fingerprint_of(given, *made)
+            return None if made is None else self._fingerprint_of(given, *made, distances)
+
+    def _of_a_replay(
+        self, slot: RecordedRegion, given: Sequence[Any], asked: frozenset[int], *, distances: bool = False
+    ) -> Fingerprint:
+        with self._undone(given):
+            return self._fingerprint_of(given, *slot.replayed(given, asked), distances)
 
     def _fingerprint_of(
-        self, given: Sequence[Any], outputs: Sequence[Any], gradients: Sequence[Tensor | None]
+        self,
+        given: Sequence[Any],
+        outputs: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        distances: bool,
     ) -> Fingerprint:
         tensors = [*(o for o in outputs if isinstance(o, Tensor)), *gradients, *self._changed(given)]
-        device = next(t.device for t in tensors if t is not None)
-        return Fingerprint.of(torch.zeros((), device=device), tensors)
+        return Fingerprint.of(tensors, distances=distances)
 
 
 class SharedGraph:

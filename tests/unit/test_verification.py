@@ -14,7 +14,7 @@ def run(noise: float, seed: int) -> Fingerprint:
     """The same gradients, with noise of this size."""
     exact = torch.linspace(1.0, 2.0, 64)
     drawn = torch.randn(64, generator=torch.Generator().manual_seed(seed))
-    return Fingerprint.of(torch.zeros(()), [exact + noise * drawn])
+    return Fingerprint.of([exact + noise * drawn])
 
 
 def runs(noise: float) -> PlainRuns:
