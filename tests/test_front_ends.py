@@ -36,10 +36,12 @@ from pygraph_train import (  # noqa: E402
     backend,
 )
 from pygraph_train.report.announcements import tell_once  # noqa: E402
+from pygraph_train.step import sizes  # noqa: E402
 from pygraph_train.torch_private.names import lacking, tell_if_newer  # noqa: E402
 
 STEPS = 30
 OPTIONS: dict[str, Any] = {"engine": "emulated", "warmup_steps": 2}
+ROWS = {"of a batch": 8}
 
 
 class Run:
@@ -64,7 +66,7 @@ class Run:
 
 def loader() -> DataLoader:
     xs, ys = zip(*batches(STEPS), strict=True)
-    return DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=8)
+    return DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=ROWS["of a batch"])
 
 
 class Module(pl.LightningModule):
@@ -200,7 +202,7 @@ class Classifier(nn.Module):
 def trainer(run: Run, graphed: bool, whole: bool = False) -> None:
     args = transformers.TrainingArguments(
         str(run.folder),
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=ROWS["of a batch"],
         num_train_epochs=1,
         logging_steps=1,
         report_to=[],
@@ -283,6 +285,22 @@ def test_training_without_a_gpu_is_plain_and_says_why(
     assert f"N{told}." in printed and "training step" not in printed
     trains = front_end.startswith(("Lightning", "PyGraphTrainer"))  # a Trainer, which prints the report
     assert capsys.readouterr().out.count("pygraph-train: No CUDA device") == trains
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("front_end", [name for name in FRONT_ENDS if name not in ("GraphedStep", "backend")])
+@pytest.mark.passes_without_graphs("it looks at traces")
+def test_rows_are_numbers_in_a_trace_where_they_may_change(
+    front_end: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 240 rows, 7 in a batch, the last batch has 2. A trace with numbers takes twice as long."""
+    marked, mark = set(), sizes.make_dynamic
+    monkeypatch.setattr(sizes, "make_dynamic", lambda t, d: (marked.add(d), mark(t, d)))
+    monkeypatch.setitem(ROWS, "of a batch", rows)
+    run = Run(tmp_path)
+    FRONT_ENDS[front_end][0](run, True)
+    assert run.graphs > 0
+    assert marked == ({0} if rows == 7 or front_end == "Fabric" else set())
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:

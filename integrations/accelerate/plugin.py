@@ -46,6 +46,7 @@ from pygraph_train.report.announcements import tell_once
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -180,6 +181,7 @@ class PyGraph:
                 lambda: Loop(self.config, accelerator.device, _unsupported(accelerator)), SETTING_UP
             )
             self._report = self._loop.report
+            self._loop.even = lambda: rows_stay(accelerator.gradient_state.active_dataloader)
         return self._loop
 
     def _take_model(self, model: nn.Module, **options: Any) -> None:

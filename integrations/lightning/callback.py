@@ -61,6 +61,7 @@ from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.sizes import rows_stay
 from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class PyGraphCallback(Callback):
             engine,
             self._report,
             left=lambda: batches_left(trainer),
+            even=lambda: rows_stay(trainer.train_dataloader),
         )
         self._step = automatic = _AutomaticStep(trainer, program, runner, self)
         automatic.attach()

@@ -25,6 +25,7 @@ from pygraph_train.parallel.replication import Replication
 from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 _BATCHES = 20
 """After so many batches in which nobody stepped an optimizer of Lightning's, a row of the report says so."""
@@ -53,6 +54,7 @@ class ManualOptimization:
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
         self._loop = Loop(config, trainer.strategy.root_device)
         self._loop.left = lambda: batches_left(trainer)
+        self._loop.even = lambda: rows_stay(trainer.train_dataloader)
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
         self._unused = _BATCHES if automatic else 0  # batches so far, while no optimizer was stepped

@@ -22,6 +22,7 @@ from pygraph_train.report.announcements import show
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,7 +99,8 @@ class PyGraphTrainerCallback(TrainerCallback):
         self._report = loop.report
         # a Trainer tells its callbacks of no exception and no Ctrl-C
         self._at_exit = atexit.register(functools.partial(show_report, loop.report, args, self.config))
-        loop.left = lambda: steps_left(state)
+        even = rows_stay(kwargs.get("train_dataloader"))
+        loop.left, loop.even = lambda: steps_left(state), lambda: even
         if not loop.active:
             return
         if args.torch_compile:

@@ -72,6 +72,7 @@ class Loop:
 
     Attributes:
         left: how many further steps there will be, infinity where nobody knows.
+        even: whether all batches have the same number of rows.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
         patience: after so many steps without an optimizer the report says that there is none.
@@ -95,6 +96,7 @@ class Loop:
         self._steps = self._silent = 0
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
+        self.even: Callable[[], bool] = lambda: False
         self.over, self.patience = False, _PATIENCE
         self._counts_steps, self.within_step, self._graphed = True, False, False
         self.active = False
@@ -168,7 +170,8 @@ class Loop:
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
-                call = ModuleCall(*given, delivers=not replication.shared, lent=lent, **options)
+                options |= {"delivers": not replication.shared, "lent": lent, "even": lambda: self.even()}
+                call = ModuleCall(*given, **options)
                 if self._chooser is not None:
                     call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
                     call.regions.pays = pays_of(self._chooser)

@@ -67,6 +67,7 @@ class ModuleCall:
         tell: called with each reason against a graph.
         delivers: see `PhaseRegions`.
         lent: see `PhaseRegions`. Its hooks, which gather the parameters, stay outside of graphs.
+        even: see `Sizes`.
         **compile_options: further arguments of `torch.compile`.
 
     Attributes:
@@ -91,6 +92,7 @@ class ModuleCall:
         *,
         delivers: bool = True,
         lent: Lent | None = None,
+        even: Callable[[], bool] = lambda: False,
         **compile_options: Any,
     ) -> None:
         self._module, self.within = module, lent is not None
@@ -100,7 +102,7 @@ class ModuleCall:
         given = engine, config, lambda: tensors_of(known()), tell, boundary
         self.regions = PhaseRegions(*given, delivers=delivers, lent=lent, leads=True, inference=True)
         self._compiled = CompiledModule(self.regions, within=self.within, **compile_options)
-        self._sizes = Sizes(fixed=self.regions.compiles)
+        self._sizes = Sizes(fixed=self.regions.compiles, even=even)
         self._compiled.around = self._sizes.dynamic
         self._called = self._initialized = self.paused = False
         self.calls = self.held = self.hopeless = 0

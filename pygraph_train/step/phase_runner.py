@@ -64,7 +64,7 @@ class PhaseRunner:
             leads=training.program.differentiates,
         )
         self._compiled: CompiledFunction | None = None
-        self._sizes = Sizes(fixed=self._regions.compiles)
+        self._sizes = Sizes(fixed=self._regions.compiles, even=training.even)
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self._runs_plain = self.stopped = False
@@ -346,9 +346,10 @@ def runner_for(
     report: StepReport,
     *,
     left: Callable[[], float] = lambda: math.inf,
+    even: Callable[[], bool] = lambda: False,
 ) -> PhaseRunner:
     """What makes the steps of a training.
 
     Args: as the attributes of `TrainingRun`.
     """
-    return PhaseRunner(TrainingRun(program, config, engine, report, left))
+    return PhaseRunner(TrainingRun(program, config, engine, report, left, even))

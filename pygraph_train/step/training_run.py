@@ -24,6 +24,7 @@ class TrainingRun:
         engine: where graphs are made.
         report: filled while running.
         left: how many further steps there will be, infinity where nobody knows.
+        even: whether all batches have the same number of rows.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
         reasons: how often something was noted against a graph.
@@ -34,6 +35,7 @@ class TrainingRun:
     engine: Engine
     report: StepReport
     left: Callable[[], float]
+    even: Callable[[], bool]
     step: int = 0
     replays: int = 0
     reasons: int = 0
