@@ -23,11 +23,10 @@ _ALIKE, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_HOST, _MARGIN = 2.0, 55, 2.0
-"""What graphs cost, before anything is known of it: seconds, of which the import of Dynamo takes one, and how many
-times the host's time in a plain step, because Dynamo interprets the Python that the step runs (2.1 to 4.7 seconds in
-eight of benchmarks.recipes on an H200, where steps took the host 7 to 44 ms). How often they have to pay where the
-number of steps is known.
+_COST, _COST_OF_HOST, _MARGIN = 0.5, 100, 2.0
+"""What graphs cost, before anything is known of it: seconds, and how many times the host's time in a plain step, as
+Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of benchmarks.recipes on an H200, where
+steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
 """
 
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
