@@ -135,6 +135,7 @@ class PhaseRegions:
         sizes: those of the inputs of the first of them, as in "8x128, 8".
         gradients: by parameter, where recordings put its gradient.
         overlaps: the memory in which these lie, where the graphs of one forward use it again; None where none does.
+        settle: called before the first recording: what lies between activations that are gone moves out of there.
         pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
     """
 
@@ -163,6 +164,7 @@ class PhaseRegions:
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
         self.overlaps: Memory | None = None
+        self.settle: Callable[[], object] = lambda: None
         self.pays: Callable[[float, float], bool] = lambda share, seconds: True
         self.closed = self.divided = self.refused = False
 
@@ -304,6 +306,11 @@ class PhaseRegions:
         self.gradients.clear()
         for region in self.regions:
             region.slots.clear()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a first recording may still come."""
+        return not (self.closed or self.hopeless or any(region.recordings for region in self.regions))
 
     @property
     def hopeless(self) -> bool:
@@ -701,6 +708,8 @@ class PhaseRegion:
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
         owner, started = self.owner, time.perf_counter()
+        if owner.awaited:
+            quietly(owner.settle)
         memory = first_memory(owner.engine) if self._may_overlap(given) else None
         if memory is None and not self.inference:
             owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
@@ -814,11 +823,10 @@ class PhaseRegion:
             plain = known[asked] if asked in known else self._of_a_plain_run(given, asked)
             if plain is None or plain.same_bits(self._of_a_replay(slot, given, asked)):
                 continue
-            runs = PlainRuns(self._of_a_plain_run(given, asked, distances=True) or plain, "result")
-            if (difference := self._difference(runs, slot, given, asked)) is None:
-                continue
             # what a kernel that adds in no fixed order gives now and then is no other computation
-            if any(self._difference(runs, slot, given, asked) for _ in range(_AGAIN)):
+            runs = PlainRuns(self._of_a_plain_run(given, asked, distances=True) or plain, "result")
+            again = (self._difference(runs, slot, given, asked) for _ in range(_AGAIN))
+            if (difference := next(filter(None, again), None)) is not None:
                 slot.close()
                 raise Unrecordable(f"its replay computes something else: {difference}")
 

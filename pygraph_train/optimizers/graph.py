@@ -58,13 +58,21 @@ class OptimizerGraph:
         self._told = False
         self._held: Any = None  # by a hook of the optimizer
 
-    def run(self, body: Callable[[], None], constants: Any = (), *, hold: bool = False) -> None:
+    def run(
+        self,
+        body: Callable[[], None],
+        constants: Any = (),
+        *,
+        hold: bool = False,
+        later: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Make one step.
 
         Args:
             body: the step in Python.
             constants: Python values that a capture of `body` bakes in.
             hold: whether nothing is done for a graph yet.
+            later: see `OptimizerPhase.run`.
         """
         self.runs += 1
         self.replayed = False
@@ -77,7 +85,12 @@ class OptimizerGraph:
                 self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
-        self._run_phase(body, constants)
+        self._run_phase(body, constants, later)
+
+    def settle(self) -> None:
+        """See `OptimizerPreparation.settle`."""
+        if self._preparation is not None:
+            self._preparation.settle(self._engine)
 
     @property
     def over(self) -> bool:
@@ -131,7 +144,7 @@ class OptimizerGraph:
             self._preparation.close()
             self._preparation = None
 
-    def _run_phase(self, body: Callable[[], None], constants: Any) -> None:
+    def _run_phase(self, body: Callable[[], None], constants: Any, later: Callable[[], bool]) -> None:
         assert self._preparation is not None
         if self._phase is None:
             self._phase = OptimizerPhase(
@@ -142,7 +155,7 @@ class OptimizerGraph:
                 self._report,
             )
         constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, step=self.runs)
+        self._phase.run(body, constants, step=self.runs, later=later)
         self.replayed = self._phase.replayed
         self._report.update_waited(self._phase.waits)
         if self.replayed:

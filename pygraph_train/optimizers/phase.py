@@ -40,8 +40,10 @@ from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 log = logging.getLogger("pygraph_train")
 
-_RUNS_BEFORE_CAPTURE = 2
-"""Runs with the kernels that will be captured; the optimizer's state exists after the first."""
+_RUNS_BEFORE_CAPTURE, _LATER = 2, 8
+"""Runs with the kernels that will be captured; the optimizer's state exists after the first. How many further ones a
+first capture waits for others.
+"""
 
 _MOST_CHANGES = 3
 """So often a capture is thrown away because something it rests on has changed."""
@@ -171,13 +173,22 @@ class OptimizerPhase:
         self._changes = 0
         self._replays = 0
 
-    def run(self, body: Callable[[], None], constants: Any, *, step: int) -> None:
+    def run(
+        self,
+        body: Callable[[], None],
+        constants: Any,
+        *,
+        step: int,
+        later: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Make the phase with the gradients as they are.
 
         Args:
             body: the phase in Python.
             constants: Python values that a capture of `body` bakes in.
             step: the training step, for the report.
+            later: whether a first capture waits for others, a few steps. It moves the state to memory of its own, and
+                steps without graphs need more memory for what has lain around it.
         """
         self.replayed, self.waits = False, ""
         if self.problem is not None:
@@ -205,7 +216,8 @@ class OptimizerPhase:
                 return body()
             if not self._preparation.state.as_left():
                 self._runs = {key: min(runs, _RUNS_BEFORE_CAPTURE - 1) for key, runs in self._runs.items()}
-            if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+            enough = _RUNS_BEFORE_CAPTURE + (_LATER if not self._captures and later() else 0)
+            if self._runs.setdefault(key, 0) < enough or not layout.addresses:
                 self.waits = "" if layout.addresses else _NO_GRADIENT
                 self._runs[key] += 1
                 return self._run_prepared(body)

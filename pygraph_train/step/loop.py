@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -166,12 +167,18 @@ class Loop:
             if replication.blocks:
                 lent = self._lent = self._lent or Lent(engine)
             # a forward that somebody has put in the place of the class's, we among them, stays
+            known = weakref.ref(self)  # Dynamo keeps regions, which must not keep optimizers
+
+            def settle() -> None:
+                quietly(*[graph.settle for graph in cast(Loop, known())._optimizers])
+
             blocks = [b for b in replication.blocks if "forward" not in vars(b)]
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
                 options |= {"delivers": not replication.shared, "lent": lent, "even": lambda: self.even()}
                 call = ModuleCall(*given, **options)
+                call.regions.settle = settle
                 if self._chooser is not None:
                     call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
                     call.regions.pays = pays_of(self._chooser)
@@ -289,11 +296,16 @@ class Loop:
         began = time.perf_counter()
         chooser, asked = self._chooser, self.config.optimizer == "on"
         timing = chooser is not None and chooser.timing and bool(self._calls)
-        graph.run(body, constants, hold=timing and not asked)
+        graph.run(body, constants, hold=timing and not asked, later=self._awaits_graphs)
         if chooser is not None and timing:
             chooser.worked(time.perf_counter() - began)
         if self._counts_steps and not graph.suspended:
             self._replayed.append(graph.replayed)
+
+    def _awaits_graphs(self) -> bool:
+        """Whether the first ones of a forward and its backward may still come."""
+        calls = list(self._calls)
+        return bool(calls) and all(call.regions.awaited for call in calls)
 
     def step_ended(self) -> None:
         """Count a training step, in which any number of optimizers made any number of steps.

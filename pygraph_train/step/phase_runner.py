@@ -63,6 +63,7 @@ class PhaseRunner:
             delivers=alone,
             leads=training.program.differentiates,
         )
+        self._regions.settle = lambda: known()._settle()
         self._compiled: CompiledFunction | None = None
         self._sizes = Sizes(fixed=self._regions.compiles, even=training.even)
         self._update_phase: OptimizerPhase | None = None
@@ -184,11 +185,19 @@ class PhaseRunner:
             preparation.close()
             training.note(problem)
             return
-        preparation.settle(training.engine)
         self._preparation = preparation
         self._update_phase = OptimizerPhase(
             program, preparation, training.engine, training.config, training.report
         )
+
+    def _settle(self) -> None:
+        if self._preparation is not None:
+            self._preparation.settle(self._training.engine)
+
+    def _awaits_graphs(self) -> bool:
+        """Whether those of forward and backward may still come."""
+        off = self._runs_plain or self._training.config.forward == "off"
+        return self._why_plain is None and not off and self._regions.awaited
 
     def _make_update(
         self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
@@ -200,7 +209,8 @@ class PhaseRunner:
         if scaling.on and scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        phase.run(body, (constants(), scaling.numbers() if scaling.on else ()), step=training.step)
+        given = constants(), scaling.numbers() if scaling.on else ()
+        phase.run(body, given, step=training.step, later=self._awaits_graphs)
         training.report.update_waited(phase.waits)
         if phase.replayed:
             step.update_replayed = True
