@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import local_tensor
@@ -33,13 +34,13 @@ class Fingerprint:
     Attributes:
         exact: per tensor the sum of its bytes as integers: equal bytes give equal sums.
         norms: per tensor its norm, float64.
-        samples: per tensor up to 256 values spread over it.
+        samples: per tensor 256 values spread over it, float64, in a row; zeros where it has fewer.
         rounding: per tensor what one rounding changes, relative. float64.
     """
 
     exact: Tensor
     norms: Tensor
-    samples: list[Tensor]
+    samples: Tensor
     rounding: Tensor
 
     @classmethod
@@ -75,7 +76,7 @@ class Fingerprint:
         return cls(
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
-            samples=samples,
+            samples=torch.stack(samples) if samples else empty,
             rounding=torch.tensor(rounding, dtype=torch.float64, device=norms[0].device) if norms else empty,
         )
 
@@ -89,9 +90,9 @@ class Fingerprint:
         Infinite where a value is finite in one run only. Both have the same tensors, and at least one.
         """
         floor = 1e-6  # of the largest gradient: sums of cancelling terms have noise of the size of the terms
-        scales = torch.stack([s.nan_to_num(0.0, 0.0, 0.0).norm() for s in self.samples])
-        of_samples = [_apart(a, b).norm() for a, b in zip(self.samples, other.samples, strict=True)]
-        by_sample = torch.stack(of_samples) / (scales + scales.max() * floor).clamp(min=1e-300)
+        scales = self.samples.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+        of_samples = _apart(self.samples, other.samples).norm(dim=1)
+        by_sample = of_samples / (scales + scales.max() * floor).clamp(min=1e-300)
         norms = self.norms.nan_to_num(0.0, 0.0, 0.0)
         by_norm = _apart(self.norms, other.norms) / (norms + norms.max() * floor).clamp(min=1e-300)
         return torch.maximum(by_sample, by_norm)
@@ -207,10 +208,12 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 def _sampled(tensor: Tensor) -> Tensor:
     """Values spread over a tensor, in the order of its shape."""
-    step = max(1, tensor.numel() // _SAMPLES)
+    step = max(1, -(-tensor.numel() // _SAMPLES))
     if tensor.is_contiguous():
-        return tensor.view(-1)[::step].double()
-    return tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)).double()
+        values = tensor.view(-1)[::step]
+    else:
+        values = tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device))
+    return pad(values.double(), (0, _SAMPLES - len(values)))
 
 
 def _norm(parts: Sequence[Tensor]) -> Tensor:
