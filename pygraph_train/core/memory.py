@@ -30,6 +30,11 @@ class Memory:
         return self._token is None or self._token() is None
 
     @property
+    def covered(self) -> bool:
+        """Whether a replay would overwrite what another recording keeps. Hot path."""
+        return False
+
+    @property
     def replayed(self) -> bool:
         """Whether a recording there was replayed."""
         return self._token is not None
@@ -54,6 +59,62 @@ class Memory:
         return engine.allocating_in(self.pool)
 
 
+class Row(Memory):
+    """Memory of recordings of which many are pending at once: parts of a model, one behind the other.
+
+    Each of them has a `Place`, and what its backward reads is its own; all else of it others overwrite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = 0
+        self._pending: list[tuple[int, weakref.ref[Any]]] = []
+
+    def hold(self, token: Any, place: int = 0) -> None:
+        """The recording of a place is pending while this token lives. Hot path."""
+        self._pending.append((place, weakref.ref(token)))
+
+    @property
+    def last(self) -> int:
+        """The last place whose recording is pending; 0 where none is. Hot path."""
+        pending = self._pending
+        while pending and pending[-1][1]() is None:
+            pending.pop()
+        return pending[-1][0] if pending else 0
+
+
+class Place(Memory):
+    """Memory of one recording of a `Row`.
+
+    Replays may overwrite what recordings that were made later keep for their backward. So forwards are replayed in the
+    order in which they were recorded, and backwards in the opposite one.
+    """
+
+    def __init__(self, row: Row) -> None:
+        row.places += 1
+        self._row, self._number = row, row.places
+
+    @property
+    def free(self) -> bool:
+        """Whether neither it nor a later one is pending. Hot path."""
+        return self._row.last < self._number
+
+    @property
+    def covered(self) -> bool:
+        """See `Memory.covered`: whether a later one is pending. Hot path."""
+        return self._row.last > self._number
+
+    def hold(self, token: Any) -> None:
+        """It is pending while this token lives. Hot path."""
+        self._row.hold(token, self._number)
+
+    @contextmanager
+    def recording(self, engine: Engine) -> Iterator[None]:
+        """See `Memory.recording`."""
+        with self._row.recording(engine):
+            yield
+
+
 class Lent:
     """Memory for parameters that are gathered for each call of their module, and for their gradients.
 
@@ -62,12 +123,15 @@ class Lent:
 
     Args:
         engine: of the recordings.
+
+    Attributes:
+        forwards, backwards: memory of the recordings.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._places: dict[Any, Tensor] = {}
-        self.backwards = Memory()
+        self.forwards, self.backwards = Row(), Memory()
 
     def place(self, position: int, like: Tensor, *, gradient: bool = False) -> Tensor:
         """Memory for the parameter at this position of a part, or for its gradient."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.boundary import FORWARD, REPLAY, executes
-from pygraph_train.core.memory import Memory, free_memory
+from pygraph_train.core.memory import Memory, Place, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.identity import picker
@@ -259,7 +259,9 @@ class RecordedRegion(RegionCall):
     audits: Audits
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
-        super().__init__(region, given, free_memory(region.owner.engine))
+        # each recording there has memory of its own, so further shapes overwrite each other elsewhere
+        row = None if any(region.slots.values()) else region.owner.row
+        super().__init__(region, given, Place(row) if row else free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
         self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
@@ -268,7 +270,7 @@ class RecordedRegion(RegionCall):
         self._written_back = [i for i in self._moving if i in region.written]
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
-        self.gives_up = len(region.asked) == 1 and not region.keeps
+        self.gives_up = len(region.asked) == 1 and not (region.keeps or row)
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
@@ -336,10 +338,8 @@ class RecordedRegion(RegionCall):
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
-            plain = type(output) is Tensor and not (output.is_conj() or output.is_neg())
-            if how is None and plain and output.numel():
-                # each replay's values are copied at once, so what follows may use the memory, and other recordings
-                output.data = borrower(output)()
+            if how is None:
+                _let_go(output)
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         placed, among = self.region.placements, [i for i in self.differ if i in asked]
@@ -349,6 +349,9 @@ class RecordedRegion(RegionCall):
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
+        for gradient, key in zip(gradients, self._keys, strict=True):
+            if key is None and gradient is not None:
+                _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
         return _Backward(graph, seeds, gradients, homes, lying(), lying)
@@ -437,6 +440,8 @@ class RecordedRegion(RegionCall):
         """
         if keeps and self.gives_up:
             self.region.keep_activations()
+            return None
+        if self._memory.covered:
             return None
         for i, gradient in seeds.items():
             if placements_of(gradient) != self.region.placements.get(i):
@@ -569,6 +574,15 @@ def _keys_of(region: PhaseRegion, given: Sequence[Any], leads: Iterable[int]) ->
 def autocast_now(device: str) -> torch.dtype | None:
     """What operations of this kind of device compute in under the present autocast, None without one."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _let_go(tensor: Any) -> None:
+    """After a capture: let other recordings, and what follows in this one, use its memory.
+
+    That is right where the values of each replay are copied at once.
+    """
+    if type(tensor) is Tensor and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
+        tensor.data = borrower(tensor)()
 
 
 def _clone(tensor: Tensor) -> Tensor:

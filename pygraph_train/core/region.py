@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import Lent, Memory, first_memory, forget_memory, free_memory, idle_memory
+from pygraph_train.core.memory import Lent, Memory, Row, first_memory, forget_memory, free_memory, idle_memory
 from pygraph_train.core.node import Delivery, is_asked_for, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
@@ -134,6 +134,7 @@ class PhaseRegions:
         recorded, seconds: recordings since they were reported last, and the time they took.
         sizes: those of the inputs of the first of them, as in "8x128, 8".
         gradients: by parameter, where recordings put its gradient.
+        row: the memory of recordings, where many of them are pending at once; None where each takes some that is free.
         overlaps: the memory in which these lie, where the graphs of one forward use it again; None where none does.
         settle: called before the first recording: what lies between activations that are gone moves out of there.
         pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
@@ -163,6 +164,7 @@ class PhaseRegions:
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
+        self.row = None if lent is None else lent.forwards
         self.overlaps: Memory | None = None
         self.settle: Callable[[], object] = lambda: None
         self.pays: Callable[[float, float], bool] = lambda share, seconds: True
@@ -173,6 +175,7 @@ class PhaseRegions:
         if any(hasattr(value_of(n), "placements") for n in gm.graph.nodes):
             divided = None if self.delivers or self.compiles or self.refused else stretches(gm)
             self.divided, self.refused = True, divided is None
+            self.row = self.row or Row()
             talks = None if divided else talks or ""
         lost = "" if None in next(iter(reversed(gm.graph.nodes))).args[0] else None
         for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks), (_LOST, lost)):
@@ -339,6 +342,8 @@ class PhaseRegions:
         self.closed = True
         for region in self.regions:
             region.close()
+        if self.row is not None:
+            self.row.pool = None
         forget_memory(self.engine)
 
 
@@ -846,7 +851,7 @@ class PhaseRegion:
     ) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
         with self._undone(given):
-            with free_memory(self.owner.engine).used(self.owner.engine):
+            with (self.owner.row or free_memory(self.owner.engine)).used(self.owner.engine):
                 made = run_plainly(self, given, asked)
             return None if made is None else self._fingerprint_of(given, *made, distances)
 
