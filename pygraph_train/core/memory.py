@@ -35,6 +35,11 @@ class Memory:
         return False
 
     @property
+    def misplaced(self) -> bool:
+        """See `Place.misplaced`."""
+        return False
+
+    @property
     def replayed(self) -> bool:
         """Whether a recording there was replayed."""
         return self._token is not None
@@ -93,6 +98,7 @@ class Place(Memory):
     def __init__(self, row: Row) -> None:
         row.places += 1
         self._row, self._number = row, row.places
+        self._token: weakref.ref[Any] | None = None
 
     @property
     def free(self) -> bool:
@@ -104,8 +110,14 @@ class Place(Memory):
         """See `Memory.covered`: whether a later one is pending. Hot path."""
         return self._row.last > self._number
 
+    @property
+    def misplaced(self) -> bool:
+        """Whether it is in the way of nobody and yet may not be replayed: the order is not that of the recordings."""
+        return super().free and self.covered
+
     def hold(self, token: Any) -> None:
         """It is pending while this token lives. Hot path."""
+        super().hold(token)
         self._row.hold(token, self._number)
 
     @contextmanager
@@ -113,6 +125,10 @@ class Place(Memory):
         """See `Memory.recording`."""
         with self._row.recording(engine):
             yield
+
+    def used(self, engine: Engine) -> AbstractContextManager[None]:
+        """See `Memory.used`."""
+        return self._row.used(engine)
 
 
 class Lent:

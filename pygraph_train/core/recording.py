@@ -60,6 +60,11 @@ class _Activations:
         self._held.append(saved.data)
         return len(self._held) - 1
 
+    @property
+    def held(self) -> list[Tensor]:
+        """What is not given up."""
+        return [held for held in self._held if isinstance(held, Tensor)]
+
     def unpack(self, number: int) -> Tensor:
         """The tensor of this number."""
         held = self._held[number]
@@ -263,10 +268,10 @@ class RecordedRegion(RegionCall):
         row = None if any(region.slots.values()) else region.owner.row
         super().__init__(region, given, Place(row) if row else free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
-        self._static = [self._static_of(t, i) for i, t in enumerate(given)]
+        with nullcontext() if row is None else self._memory.used(self._engine):
+            self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
-        # without a version: autograd must not take a new batch for a change of what it has saved
-        self._targets = [self._whole(i, local_tensor(self._static[i]).data) for i in self._moving]
+        self._targets = self._filled()
         self._written_back = [i for i in self._moving if i in region.written]
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
@@ -282,6 +287,13 @@ class RecordedRegion(RegionCall):
         keyed = zip(self.leads, self._keys, strict=True) if overlaps else ()
         self.overwrites = [i for i, key in keyed if key is not None]
         self._overwritten = picker(self.overwrites)
+
+    def _filled(self) -> list[Tensor]:
+        """What `_load` writes.
+
+        It has no version: autograd must not take a new batch for a change of what it has saved.
+        """
+        return [self._whole(i, local_tensor(self._static[i]).data) for i in self._moving]
 
     def _static_of(self, value: Any, position: int) -> Any:
         if not isinstance(value, Tensor):
@@ -340,6 +352,12 @@ class RecordedRegion(RegionCall):
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
             if how is None:
                 _let_go(output)
+        if type(self._memory) is Place:  # inputs that the backward does not read
+            kept = set(map(memory_of, self._activations.held))
+            for i in self._moving:
+                if memory_of(self._static[i]) not in kept:
+                    _let_go(local_tensor(self._static[i]))
+            self._targets = self._filled()
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         placed, among = self.region.placements, [i for i in self.differ if i in asked]
@@ -350,7 +368,7 @@ class RecordedRegion(RegionCall):
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
         for gradient, key in zip(gradients, self._keys, strict=True):
-            if key is None and gradient is not None:
+            if gradient is not None and not (key and self.region.owner.delivers):
                 _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
@@ -476,6 +494,11 @@ class RecordedRegion(RegionCall):
     def free(self) -> bool:
         """Whether no backward can come any more of what was recorded in the same memory."""
         return self._memory.free
+
+    @property
+    def misplaced(self) -> bool:
+        """See `Place.misplaced`."""
+        return self._memory.misplaced
 
     def close(self) -> None:
         """Release its graphs."""

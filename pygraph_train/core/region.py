@@ -620,8 +620,7 @@ class PhaseRegion:
         if not self._learned:
             self._learn(given)
         elif (now := self._identity(given)) != self._known:
-            self._moves += 1
-            if self._moves > _MOST_RECORDINGS + self.replays // 50:
+            if not self._may_move():
                 raise Unrecordable("its parameters or buffers are at new addresses again and again")
             (were, lay), (are, lie) = self._known, now
             for k, i in enumerate(self._positions):
@@ -648,11 +647,18 @@ class PhaseRegion:
         for slot in slots:
             if slot.free:
                 return self._audited(slot, given)
+        if any(slot.misplaced for slot in slots) and self._may_move():
+            slots[:] = [slot for slot in slots if not slot.misplaced]
         if len(slots) == _MOST_PENDING:
             return None
         slot = self._record(given)
         slots.append(slot)
         return slot
+
+    def _may_move(self) -> bool:
+        """Count a recording that takes the place of another one: whether replays so far have paid for it."""
+        self._moves += 1
+        return self._moves <= _MOST_RECORDINGS + self.replays // 50
 
     def _unrecorded(self, given: Sequence[Any]) -> UnrecordedCall | None:
         """What makes a call without a graph in the memory of graphs, None where that is in use or would not do."""
