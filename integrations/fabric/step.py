@@ -72,7 +72,7 @@ class FabricStep(LossSteps):
         fn: computes the loss.
         fabric: whose `backward` and `clip_gradients` make the step.
         loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
-        model, optimizer: as Fabric returned them; under manual optimization lists of them.
+        model, optimizer: as Fabric returned them; under manual optimization nothing is done with them.
         clipping: of gradients, before the optimizer.
         models: all that Fabric returned.
         accumulating: the models whose gradients are being added up now.

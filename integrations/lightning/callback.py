@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ from pygraph_train.integrations.lightning.hooks import (
 )
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
-from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
+from pygraph_train.integrations.lightning.package import batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.parallel.replication import Replication, replication_of, why_not_spread
@@ -89,11 +89,7 @@ class PyGraphCallback(Callback):
             `engine="cuda"` without a CUDA device.
     """
 
-    def __init__(
-        self,
-        config: PyGraphConfig | None = None,
-        **overrides: Unpack[PyGraphOptions],
-    ) -> None:
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._report = surely(StepReport, SETTING_UP)
         self._step: _AutomaticStep | ManualOptimization | None = None
@@ -192,13 +188,9 @@ class PyGraphCallback(Callback):
         if step == self._logged or not every or step % every:
             return
         self._logged = step
-        for logger in trainer.loggers:
-            quietly(functools.partial(self._log, logger, step))
-
-    def _log(self, logger: Any, step: int) -> None:
-        metrics = metrics_of(self._report)
-        if metrics:
-            logger.log_metrics(metrics, step=step)
+        if metrics := metrics_of(self._report):
+            for logger in trainer.loggers:
+                quietly(functools.partial(logger.log_metrics, metrics, step=step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give everything back."""
@@ -227,11 +219,7 @@ class _AutomaticStep:
     """Takes the place of `run` of Lightning's automatic optimization loop while attached."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        program: _LightningProgram,
-        runner: PhaseRunner,
-        callback: PyGraphCallback,
+        self, trainer: Trainer, program: _LightningProgram, runner: PhaseRunner, callback: PyGraphCallback
     ) -> None:
         self._trainer = trainer
         self._callback = callback
@@ -453,8 +441,13 @@ class _LightningProgram(StepProgram):
                 recorder.records.clear()
                 done(output)
                 try:
-                    for record in records:  # in the context as well: it sets the default dtype
-                        self.model.log(record.name, record.value, *record.args, **record.kwargs)
+                    for (
+                        name,
+                        value,
+                        args,
+                        kwargs,
+                    ) in records:  # in the context as well: it sets the default dtype
+                        self.model.log(name, value, *args, **kwargs)
                 except Exception as error:
                     theirs(error)
                     raise
@@ -562,7 +555,7 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     return None
 
 
-def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
+def _not_automatic(trainer: Trainer, module: LightningModule, package: SimpleNamespace) -> Problem | None:
     """Why steps under automatic optimization cannot be replayed."""
     if len(trainer.optimizers) != 1:
         return Problem(

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 _ROOTS = ("lightning.pytorch", "pytorch_lightning")
 
 
-@dataclass(frozen=True)
-class Package:
-    """What the adapter uses of one of them where it has to be that of the Trainer."""
-
-    module: type
-    data_hooks: type
-    single_device: type
-    ddp: type
-    model_parallel: type
-    automatic_optimization: type
-    manual_optimization: type
-    mock_optimizer: type
-    misconfiguration: type[Exception]
-    precisions: tuple[type, ...]
-
-
-def package_of(trainer: Any) -> Package | None:
-    """The package that a Trainer comes from, None where that is neither."""
+def package_of(trainer: Any) -> SimpleNamespace | None:
+    """The classes of the package that a Trainer comes from, None where that is neither."""
     root = root_of(trainer)
     return _package(root) if root in _ROOTS else None
 
@@ -66,12 +50,14 @@ def _inside(module: str, root: str) -> bool:
 
 
 @functools.cache
-def _package(root: str) -> Package:
+def _package(root: str) -> SimpleNamespace:
+    """What the adapter uses of one of them where it has to be that of the Trainer."""
+
     def of(module: str, name: str) -> Any:
         return getattr(import_module(f"{root}.{module}"), name)
 
     names = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-    return Package(
+    return SimpleNamespace(
         module=of("core.module", "LightningModule"),
         data_hooks=of("core.hooks", "DataHooks"),
         single_device=of("strategies", "SingleDeviceStrategy"),
