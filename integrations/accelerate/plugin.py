@@ -42,9 +42,8 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import tell_once
+from pygraph_train.report.announcements import metrics_of, tell_once
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.sizes import rows_stay
 

@@ -31,8 +31,8 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import metrics_of
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ def batches_left(trainer: Any) -> float:
 
 @functools.cache
 def base_of(kind: type) -> type | None:
-    """Lightning's class under that of a module or a callback, of whichever package; None for anything else."""
-    for name in ("LightningModule", "Callback"):
+    """Lightning's class under that of a module, data module or callback, of whichever package; else None."""
+    for name in ("LightningModule", "LightningDataModule", "Callback"):
         for cls in kind.__mro__:
             if cls.__name__ == name and any(_inside(cls.__module__, root) for root in _ROOTS):
                 return cls
@@ -58,8 +58,6 @@ def _package(root: str) -> SimpleNamespace:
 
     names = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
     return SimpleNamespace(
-        module=of("core.module", "LightningModule"),
-        data_hooks=of("core.hooks", "DataHooks"),
         single_device=of("strategies", "SingleDeviceStrategy"),
         ddp=of("strategies", "DDPStrategy"),
         model_parallel=of("strategies", "ModelParallelStrategy"),
