@@ -54,15 +54,7 @@ class Clipping:
 
     def apply(self, fabric: Fabric, model: nn.Module, optimizer: Any) -> Tensor | None:
         """Clip the gradients of the optimizer's parameters. Returns their norm before, a 0-dim tensor, if it counts."""
-        if self.clip_val is not None:
-            return fabric.clip_gradients(model, optimizer, clip_val=self.clip_val)
-        return fabric.clip_gradients(
-            model,
-            optimizer,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            error_if_nonfinite=self.error_if_nonfinite,
-        )
+        return fabric.clip_gradients(model, optimizer, **vars(self))
 
 
 class FabricStep(LossSteps):
