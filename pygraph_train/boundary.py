@@ -282,12 +282,7 @@ class Boundary:
             "report this as a bug"
         )
         _log(problem)
-        try:
-            self._tell(problem)
-        except PyGraphError:  # on_failure="raise" asks for it
-            raise
-        except Exception as other:
-            log.debug("pygraph: %s", other)
+        quietly(lambda: self._tell(problem))
         if self.resting:
             quietly(self._rest)
 

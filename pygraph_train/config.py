@@ -13,9 +13,7 @@ AutoOnOff = Literal["auto", "on", "off"] | bool
 _SWITCHES = ("forward", "backward", "optimizer")
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "forward": ("auto", "on", "off"),
-    "backward": ("auto", "on", "off"),
-    "optimizer": ("auto", "on", "off"),
+    **dict.fromkeys(_SWITCHES, ("auto", "on", "off")),
     "compile": ("auto", True, False),
     "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),

@@ -32,7 +32,7 @@ from test_lightning_callback import scaled_on_cpu  # noqa: E402
 from training import Net, differs, frozen  # noqa: E402
 
 from pygraph_train import PyGraphError  # noqa: E402
-from pygraph_train.report.metrics import metrics_of  # noqa: E402
+from pygraph_train.report.announcements import metrics_of  # noqa: E402
 
 MIXED = {"precision": "bf16-mixed"}
 

@@ -20,8 +20,8 @@ from pygraph_train.boundary import Boundary
 from pygraph_train.core.region import PhaseRegions
 from pygraph_train.plans import NOTHING, SEPARATE, Plan
 from pygraph_train.report import step_report, table
+from pygraph_train.report.announcements import metrics_of
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step import loss_program
 from pygraph_train.step.phase_runner import StepOfPhases

@@ -42,9 +42,8 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import tell_once
+from pygraph_train.report.announcements import metrics_of, tell_once
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.sizes import rows_stay
 
@@ -211,11 +210,6 @@ class PyGraph:
 
         self._undo.append(route_step(optimizer, step))
 
-    def _graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction:
-        assert self._accelerator is not None
-        accelerator, loop = self._accelerator, self._the_loop()
-        return surely(lambda: GraphedStepFunction(fn, accelerator, loop), SETTING_UP)
-
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config}  # graphs live in this process only
 
@@ -267,7 +261,7 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         plugin = self.pygraph
         if plugin is None:
             raise RuntimeError("graphed_step needs a PyGraph: Accelerator(plugins=[PyGraph()])")
-        return surely(lambda: plugin._graphed_step(fn), SETTING_UP)
+        return surely(lambda: GraphedStepFunction(fn, self, plugin._the_loop()), SETTING_UP)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         before = list(map(id, (*self._models, *self._optimizers)))

@@ -31,14 +31,26 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import metrics_of
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Required, TypedDict, Unpack
 
     from pygraph_train.config import PyGraphOptions
+
+    class _StepOptions(TypedDict, total=False):
+        """The arguments of `graphed_step` besides the function."""
+
+        model: Required[nn.Module | Sequence[nn.Module]]
+        optimizer: Required[torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+        max_norm: float | None
+        norm_type: float
+        error_if_nonfinite: bool
+        clip_val: float | None
+        manual_optimization: bool
+
 
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -112,17 +124,14 @@ class PyGraphFabric:
             (fabric, "no_backward_sync", self._no_backward_sync),
         ]
         if loop.active:
-            setups = ("setup", "setup_module", "setup_optimizers")
-            replaced += [
-                (fabric, name, functools.partial(self._set_up, getattr(fabric, name))) for name in setups
+            strategy: Any = fabric.strategy
+            ours: list[tuple[Any, str, Any]] = [
+                *((fabric, name, self._set_up) for name in ("setup", "setup_module", "setup_optimizers")),
+                (strategy, "optimizer_step", self._optimizer_step),
+                (strategy, "backward", self._backward),
+                *([(fabric, "log_dict", self._log_dict)] if self.config.log_metrics else []),
             ]
-            step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
-            replaced.append((fabric.strategy, "optimizer_step", step))
-            replaced.append(
-                (fabric.strategy, "backward", functools.partial(self._backward, fabric.strategy.backward))
-            )
-            if self.config.log_metrics:
-                replaced.append((fabric, "log_dict", functools.partial(self._log_dict, fabric.log_dict)))
+            replaced += [(of, name, functools.partial(call, getattr(of, name))) for of, name, call in ours]
         arranged(lambda: self._patches.enter_context(standing_in(replaced)))
         return self
 
@@ -162,31 +171,11 @@ class PyGraphFabric:
 
     @overload
     def graphed_step(
-        self,
-        fn: None = None,
-        *,
-        model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-        clip_val: float | None = None,
-        manual_optimization: bool = False,
+        self, fn: None = None, **options: Unpack[_StepOptions]
     ) -> Callable[[Callable[..., Any]], FabricStep]: ...
 
     @overload
-    def graphed_step(
-        self,
-        fn: Callable[..., Any],
-        *,
-        model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-        clip_val: float | None = None,
-        manual_optimization: bool = False,
-    ) -> FabricStep: ...
+    def graphed_step(self, fn: Callable[..., Any], **options: Unpack[_StepOptions]) -> FabricStep: ...
 
     def graphed_step(
         self,
@@ -242,19 +231,15 @@ class PyGraphFabric:
         """
         fabric, loop = surely(self._attached, SETTING_UP)
         clipping = surely(lambda: Clipping(max_norm, norm_type, error_if_nonfinite, clip_val), SETTING_UP)
-        if manual_optimization:
-            if clipping.on:
-                raise ValueError(
-                    "under manual_optimization=True the function clips by itself: leave out max_norm and clip_val"
-                )
-            model, optimizer = _several(model), _several(optimizer)
-            for one in model:
-                _check(fabric, "model", one, _FabricModule)
-            for one in optimizer:
-                _check(fabric, "optimizer", one, _FabricOptimizer)
-        else:
-            surely(lambda: _check(fabric, "model", model, _FabricModule), SETTING_UP)
-            surely(lambda: _check(fabric, "optimizer", optimizer, _FabricOptimizer), SETTING_UP)
+        if manual_optimization and clipping.on:
+            raise ValueError(
+                "under manual_optimization=True the function clips by itself: leave out max_norm and clip_val"
+            )
+        given: Any
+        for what, given, kind in ("model", model, _FabricModule), ("optimizer", optimizer, _FabricOptimizer):
+            several = manual_optimization and isinstance(given, (list, tuple))
+            for one in given if several else [given]:
+                surely(functools.partial(_check, fabric, what, one, kind), SETTING_UP)
 
         def made(fn: Callable[..., Any]) -> FabricStep:
             given = (model, optimizer, clipping, self._models, self._accumulating)
@@ -291,7 +276,7 @@ class PyGraphFabric:
             self._models.add(made)
             loop.take_module(made._forward_module)
         elif isinstance(made, _FabricOptimizer) and id(made.optimizer) not in self._graphs:
-            graph = loop.take_optimizer(made.optimizer, _scaler(made._strategy))
+            graph = loop.take_optimizer(made.optimizer, getattr(made._strategy.precision, "scaler", None))
             if graph is not None:
                 self._graphs[id(made.optimizer)] = graph
 
@@ -345,10 +330,6 @@ class PyGraphFabric:
         self._fabric = state["fabric"]
 
 
-def _scaler(strategy: Any) -> torch.amp.GradScaler | None:
-    return getattr(strategy.precision, "scaler", None)
-
-
 def _no_fabric(given: object) -> str:
     module = type(given).__module__
     if module.partition(".")[0] == "lightning_fabric":
@@ -357,10 +338,6 @@ def _no_fabric(given: object) -> str:
             "only: use `from lightning.fabric import Fabric`"
         )
     return f"attach takes a lightning.fabric.Fabric, got {type(given).__name__}"
-
-
-def _several(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _check(fabric: Fabric, what: str, given: Any, kind: Any) -> None:

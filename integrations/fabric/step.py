@@ -54,15 +54,7 @@ class Clipping:
 
     def apply(self, fabric: Fabric, model: nn.Module, optimizer: Any) -> Tensor | None:
         """Clip the gradients of the optimizer's parameters. Returns their norm before, a 0-dim tensor, if it counts."""
-        if self.clip_val is not None:
-            return fabric.clip_gradients(model, optimizer, clip_val=self.clip_val)
-        return fabric.clip_gradients(
-            model,
-            optimizer,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            error_if_nonfinite=self.error_if_nonfinite,
-        )
+        return fabric.clip_gradients(model, optimizer, **vars(self))
 
 
 class FabricStep(LossSteps):
@@ -72,7 +64,7 @@ class FabricStep(LossSteps):
         fn: computes the loss.
         fabric: whose `backward` and `clip_gradients` make the step.
         loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
-        model, optimizer: as Fabric returned them; under manual optimization lists of them.
+        model, optimizer: as Fabric returned them; under manual optimization nothing is done with them.
         clipping: of gradients, before the optimizer.
         models: all that Fabric returned.
         accumulating: the models whose gradients are being added up now.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MethodType
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,23 +45,23 @@ from pygraph_train.integrations.lightning.hooks import (
     INSIDE_FORWARD_BACKWARD,
     INSIDE_UPDATE,
     ON_EACH_BATCH,
+    TRANSFER,
     overridden,
     overrides,
 )
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
-from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
-from pygraph_train.integrations.lightning.transfer import overlapped_transfer
+from pygraph_train.integrations.lightning.package import batches_left, package_of, root_of
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.parallel.replication import Replication, replication_of, why_not_spread
 from pygraph_train.patches import nothing, standing_in
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.report.announcements import give_reason, show, switched_off, tell_why_off
-from pygraph_train.report.metrics import metrics_of
+from pygraph_train.report.announcements import give_reason, metrics_of, show, switched_off, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
+from pygraph_train.step.transfer import Transfer
 from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
@@ -89,11 +89,7 @@ class PyGraphCallback(Callback):
             `engine="cuda"` without a CUDA device.
     """
 
-    def __init__(
-        self,
-        config: PyGraphConfig | None = None,
-        **overrides: Unpack[PyGraphOptions],
-    ) -> None:
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._report = surely(StepReport, SETTING_UP)
         self._step: _AutomaticStep | ManualOptimization | None = None
@@ -192,13 +188,9 @@ class PyGraphCallback(Callback):
         if step == self._logged or not every or step % every:
             return
         self._logged = step
-        for logger in trainer.loggers:
-            quietly(functools.partial(self._log, logger, step))
-
-    def _log(self, logger: Any, step: int) -> None:
-        metrics = metrics_of(self._report)
-        if metrics:
-            logger.log_metrics(metrics, step=step)
+        if metrics := metrics_of(self._report):
+            for logger in trainer.loggers:
+                quietly(functools.partial(logger.log_metrics, metrics, step=step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give everything back."""
@@ -227,11 +219,7 @@ class _AutomaticStep:
     """Takes the place of `run` of Lightning's automatic optimization loop while attached."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        program: _LightningProgram,
-        runner: PhaseRunner,
-        callback: PyGraphCallback,
+        self, trainer: Trainer, program: _LightningProgram, runner: PhaseRunner, callback: PyGraphCallback
     ) -> None:
         self._trainer = trainer
         self._callback = callback
@@ -256,7 +244,7 @@ class _AutomaticStep:
         ours = [(self._loop, "run", self.run), (precision, "optimizer_step", step)]
         self._patches.enter_context(standing_in([*ours, (precision, "backward", backward)]))
         self._patches.callback(self._program.book.attach())
-        self._patches.callback(overlapped_transfer(self._trainer))
+        self._patches.callback(_overlapped_transfer(self._trainer))
 
     def detach(self) -> None:
         quietly(self._patches.close, self._runner.close)
@@ -400,11 +388,13 @@ class _AutomaticStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = list(map(tensor_version, parameters))
         asked: list[list[int]] = []
+        run = self._trainer.strategy.training_step
 
-        def note() -> None:
+        def training_step(*args: Any, **kwargs: Any) -> Any:
             asked.append(list(map(tensor_version, parameters)))
+            return run(*args, **kwargs)
 
-        with self._program.noticing(note):
+        with self._program.instead_of_training_step(training_step):
             output = self._lightning_run(optimizer, batch_idx, kwargs)
         if asked != [before]:
             what = "changes parameters before it computes" if len(asked) == 1 else "computes several times"
@@ -431,16 +421,12 @@ class _LightningProgram(StepProgram):
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
 
-    @contextmanager
-    def running_through(self, call: Call) -> Iterator[None]:
+    def running_through(self, call: Call) -> AbstractContextManager[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
         if call is plain_call and self._preparation is None:
-            yield
-            return
+            return nullcontext()
         if call is plain_call:
-            with self._instead_of_training_step(self._plain_training_step):
-                yield
-            return
+            return self.instead_of_training_step(self._plain_training_step)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self.as_outside(), self._precision.train_step_context():
@@ -453,18 +439,21 @@ class _LightningProgram(StepProgram):
                 recorder.records.clear()
                 done(output)
                 try:
-                    for record in records:  # in the context as well: it sets the default dtype
-                        self.model.log(record.name, record.value, *record.args, **record.kwargs)
+                    for (
+                        name,
+                        value,
+                        args,
+                        kwargs,
+                    ) in records:  # in the context as well: it sets the default dtype
+                        self.model.log(name, value, *args, **kwargs)
                 except Exception as error:
                     theirs(error)
                     raise
             return output
 
-        # on the strategy, not on the module: attributes of the module are guarded
-        with self._instead_of_training_step(
+        return self.instead_of_training_step(
             functools.partial(self.boundary.make, recorded, self._plain_training_step)
-        ):
-            yield
+        )
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
@@ -472,20 +461,9 @@ class _LightningProgram(StepProgram):
             executes(STEP)
             return type(strategy).training_step(strategy, *args, **kwargs)
 
-    def _instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
+    def instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
+        """On the strategy, not on the module: attributes of the module are guarded."""
         return standing_in([(self._trainer.strategy, "training_step", training_step)])
-
-    @contextmanager
-    def noticing(self, note: Callable[[], None]) -> Iterator[None]:
-        """Have `note` called whenever `training_step` is."""
-        run = self._trainer.strategy.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            note()
-            return run(*args, **kwargs)
-
-        with self._instead_of_training_step(training_step):
-            yield
 
     def _whole_update(self) -> None:
         assert self.optimizer is not None
@@ -528,6 +506,29 @@ class _LightningProgram(StepProgram):
         return None
 
 
+def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
+    """Move training batches while the device still works on the step before. Returns what undoes it.
+
+    They get a stream of their own. In the stream of the kernels a copy waits for all of them. Transfer hooks of the
+    user may compute on the device and expect that order, so with such hooks nothing is changed.
+    """
+    strategy = trainer.strategy
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    owned = any(overrides(owner, hook) for owner in (module, data) for hook in TRANSFER)
+    if strategy.root_device.type != "cuda" or owned:
+        return lambda: None
+    move = strategy.batch_to_device
+    transfer = Transfer(strategy.root_device)
+
+    def batch_to_device(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if not trainer.training:
+            return move(batch, device, dataloader_idx)
+        return transfer(lambda: move(batch, device, dataloader_idx))
+
+    strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+    return lambda: strategy.__dict__.pop("batch_to_device", None)
+
+
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     """Why nothing of this run can be replayed, seen before the first step."""
     package = package_of(trainer)
@@ -562,7 +563,7 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     return None
 
 
-def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
+def _not_automatic(trainer: Trainer, module: LightningModule, package: SimpleNamespace) -> Problem | None:
     """Why steps under automatic optimization cannot be replayed."""
     if len(trainer.optimizers) != 1:
         return Problem(

@@ -23,6 +23,9 @@ INSIDE_UPDATE = (
 CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 """Those of them that clip."""
 
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of modules and data modules that move a batch to the device."""
+
 ON_EACH_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -42,7 +45,7 @@ def overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | No
 
 
 def overrides(owner: Any, hook: str) -> bool:
-    """Whether a module or a callback has a hook of its own."""
+    """Whether a module, a data module or a callback has a hook of its own."""
     parent = base_of(type(owner)) or Callback
     if not hasattr(parent, hook):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,27 +12,22 @@ from torch import Tensor
 from pygraph_train.boundary import quietly
 
 
-class Record(NamedTuple):
-    """One call of `self.log`."""
-
-    name: str
-    value: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class Recorder:
-    """Stands in for `self.log` while `training_step` runs through Dynamo: stock logging would break each graph."""
+    """Stands in for `self.log` while `training_step` runs through Dynamo: stock logging would break each graph.
+
+    Attributes:
+        records: the calls: name, value, further arguments.
+    """
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Take the place of `LightningModule.log`."""
         if isinstance(value, Tensor):
             # the value of now: `self.log("loss", loss)` before `loss += penalty` is without the penalty
             value = value.clone()
-        self.records.append(Record(name, value, args, kwargs))
+        self.records.append((name, value, args, kwargs))
 
 
 class LogBook:

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 _ROOTS = ("lightning.pytorch", "pytorch_lightning")
 
 
-@dataclass(frozen=True)
-class Package:
-    """What the adapter uses of one of them where it has to be that of the Trainer."""
-
-    module: type
-    data_hooks: type
-    single_device: type
-    ddp: type
-    model_parallel: type
-    automatic_optimization: type
-    manual_optimization: type
-    mock_optimizer: type
-    misconfiguration: type[Exception]
-    precisions: tuple[type, ...]
-
-
-def package_of(trainer: Any) -> Package | None:
-    """The package that a Trainer comes from, None where that is neither."""
+def package_of(trainer: Any) -> SimpleNamespace | None:
+    """The classes of the package that a Trainer comes from, None where that is neither."""
     root = root_of(trainer)
     return _package(root) if root in _ROOTS else None
 
@@ -53,8 +37,8 @@ def batches_left(trainer: Any) -> float:
 
 @functools.cache
 def base_of(kind: type) -> type | None:
-    """Lightning's class under that of a module or a callback, of whichever package; None for anything else."""
-    for name in ("LightningModule", "Callback"):
+    """Lightning's class under that of a module, data module or callback, of whichever package; else None."""
+    for name in ("LightningModule", "LightningDataModule", "Callback"):
         for cls in kind.__mro__:
             if cls.__name__ == name and any(_inside(cls.__module__, root) for root in _ROOTS):
                 return cls
@@ -66,14 +50,14 @@ def _inside(module: str, root: str) -> bool:
 
 
 @functools.cache
-def _package(root: str) -> Package:
+def _package(root: str) -> SimpleNamespace:
+    """What the adapter uses of one of them where it has to be that of the Trainer."""
+
     def of(module: str, name: str) -> Any:
         return getattr(import_module(f"{root}.{module}"), name)
 
     names = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-    return Package(
-        module=of("core.module", "LightningModule"),
-        data_hooks=of("core.hooks", "DataHooks"),
+    return SimpleNamespace(
         single_device=of("strategies", "SingleDeviceStrategy"),
         ddp=of("strategies", "DDPStrategy"),
         model_parallel=of("strategies", "ModelParallelStrategy"),

@@ -18,9 +18,8 @@ from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import show
+from pygraph_train.report.announcements import metrics_of, show
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.metrics import metrics_of
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.sizes import rows_stay
 

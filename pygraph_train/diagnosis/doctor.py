@@ -65,10 +65,7 @@ class Checkup:
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.facts) + 2
         lines = [f"{name:{width}}{value}" for name, value in self.facts]
-        for title, sentences in (
-            ("What works here:", self.works),
-            ("What does not work here:", self.lacks),
-        ):
+        for title, sentences in (("What works here:", self.works), ("What does not work here:", self.lacks)):
             if sentences:
                 lines += ["", title, *(filled(sentence, "- ") for sentence in sentences)]
         verdict = "can" if self.usable else "cannot"

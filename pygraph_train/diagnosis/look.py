@@ -108,11 +108,7 @@ class _Look:
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self._subject, self._engine = subject, engine
         self.regions = PhaseRegions(
-            engine,
-            _CONFIG,
-            lambda: tensors_of(self._subject.program.model),
-            lambda problem: None,
-            Boundary(),
+            engine, _CONFIG, lambda: tensors_of(self._subject.program.model), lambda problem: None, Boundary()
         )
         self._compiled = CompiledFunction(subject.program.function(), self._backend)
         self._parts: list[tuple[_Part, Callable[..., Any]]] = []

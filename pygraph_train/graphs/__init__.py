@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from pygraph_train.graphs.devices import make_engine
-from pygraph_train.graphs.engine import (
-    CaptureError,
-    Engine,
-    Graph,
-    IndirectionUnavailable,
-)
+from pygraph_train.graphs.engine import CaptureError, Engine, Graph, IndirectionUnavailable
 
 __all__ = ["CaptureError", "Engine", "Graph", "IndirectionUnavailable", "make_engine"]

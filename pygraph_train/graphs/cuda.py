@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
+import time
 import traceback
 import warnings
 import weakref
@@ -14,7 +17,6 @@ import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
-from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.indirection import MovableInputs
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
@@ -52,7 +54,46 @@ class _Shared:
 
 
 _shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueDictionary()
-_garbage = Garbage()
+
+_RARELY = 50
+"""A collection looks at everything where the last one that did is so many times longer ago than it took."""
+
+_FIRST = 20.0
+"""Seconds from the first capture of a process until a collection looks at everything."""
+
+_YOUNG = 1
+"""The generation up to which objects are looked at otherwise: those of a trace are among them."""
+
+
+class _Garbage:
+    """Collects what waits for the garbage collector, and what is old only now and then.
+
+    It holds memory that no graph can use meanwhile. But traces of Dynamo and what libraries import are half a million
+    objects: to look at all of them takes longer than the capture of a step, and one after the other would take most of
+    a second for each shape of batches.
+    """
+
+    def __init__(self) -> None:
+        self._due: float | None = None  # when everything is looked at
+
+    def collect(self) -> None:
+        """Collect before a capture."""
+        now = time.perf_counter()
+        if self._due is None:
+            self._due = now + _FIRST
+        if now < self._due:
+            gc.collect(_YOUNG)
+            return
+        gc.collect()
+        ended = time.perf_counter()
+        self._due = ended + _RARELY * (ended - now)
+
+    def expect(self) -> None:
+        """Something large was given up: the next collection looks at everything."""
+        self._due = -math.inf
+
+
+_garbage = _Garbage()
 
 
 class _Pool:
@@ -90,6 +131,8 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> 
 class CudaEngine:
     """Captures on the side stream of `device` into one private pool shared by all graphs of this engine.
 
+    What its methods do is said in `graphs.engine.Engine`.
+
     Args:
         device: a CUDA device with an index.
     """
@@ -107,7 +150,7 @@ class CudaEngine:
 
     @property
     def rewrites_numbers(self) -> bool:
-        """See `graphs.engine.Engine.rewrites_numbers`: whether the nodes of a graph can be read here."""
+        """Whether the nodes of a graph can be read here."""
         try:
             driver()
         except IndirectionUnavailable:
@@ -116,7 +159,6 @@ class CudaEngine:
 
     @contextmanager
     def scratch_pool(self, pool: Any = None) -> Iterator[_Pool]:
-        """See `graphs.engine.Engine.scratch_pool`."""
         usual, self._pool = self._pool, pool or _Pool()
         try:
             yield self._pool
@@ -125,7 +167,7 @@ class CudaEngine:
 
     @contextmanager
     def allocating_in(self, pool: Any) -> Iterator[None]:
-        """See `graphs.engine.Engine.allocating_in`: on the stream of the captures, whose blocks no other one gets."""
+        """On the stream of the captures, whose blocks no other one gets."""
         caller = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(caller)
         try:
@@ -141,7 +183,6 @@ class CudaEngine:
 
     @contextmanager
     def lasting_memory(self) -> Iterator[None]:
-        """See `graphs.engine.Engine.lasting_memory`."""
         shared = self._in_common()
         shared.lasting = shared.lasting or torch.cuda.MemPool()
         with expandable_segments(), torch.cuda.use_mem_pool(shared.lasting, self.device):
@@ -157,11 +198,9 @@ class CudaEngine:
         return self._in_common().stream
 
     def synchronize(self) -> None:
-        """See `graphs.engine.Engine.synchronize`."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
-        """See `graphs.engine.Engine.capture`."""
         with _one_capture, not_collecting():
             return self._capture(fn, instantiate)
 
@@ -209,12 +248,11 @@ class CudaEngine:
         if pool.anchor is not None:
             return
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(self._stream):
-            begin_capture(graph, pool.id)
-            try:
-                torch.zeros(1, device=self.device)
-            finally:  # there may be no memory left for it
-                graph.capture_end()
+        begin_capture(graph, pool.id)
+        try:
+            torch.zeros(1, device=self.device)
+        finally:  # there may be no memory left for it
+            graph.capture_end()
         pool.anchor = CudaGraph(graph, instantiate=False)
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, *, under_way: bool) -> None:
@@ -240,7 +278,6 @@ class CudaEngine:
         mend.reset()
 
     def movable(self, inputs: Sequence[torch.Tensor]) -> MovableInputs:
-        """See `graphs.engine.Engine.movable`."""
         return MovableInputs(inputs)
 
     def trim(self) -> None:
@@ -254,11 +291,9 @@ class CudaEngine:
         self.trim()
 
     def peak_memory(self) -> int:
-        """See `graphs.engine.Engine.peak_memory`."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def room(self) -> int:
-        """See `graphs.engine.Engine.room`."""
         return self.peak_memory() - torch.cuda.memory_reserved(self.device)
 
     def close(self) -> None:

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pygraph_train.graphs.nodes import Node, count_nodes, read_nodes
-from pygraph_train.graphs.parameters import KernelParameters
+from pygraph_train.graphs.nodes import KernelParameters, Node, count_nodes, read_nodes
 from pygraph_train.graphs.rewriting import NumberRewriter
 
 
@@ -70,7 +69,7 @@ class CudaGraph:
         self._launch()
 
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberRewriter:
-        """See `graphs.engine.RewritableGraph.numbers`. Instantiates the graph if nobody has."""
+        """See `graphs.engine.Graph.numbers`. Instantiates the graph if nobody has."""
         return NumberRewriter(self, sets, kernels)
 
     def parameters(self, handle: Any) -> KernelParameters:

@@ -1,11 +1,9 @@
 """The engines of a device, and what they have in common.
 
 All engines of one device capture on one stream, and allocate what stays from one pool. Each engine has memory of its
-own for what its graphs make: a training run has one, and so have all regions of a device together. A pool for all of
-them would not be safe. A replay of a whole step writes to every block that was free during its capture. If another
-run was captured later, its gradients may lie in such a block, and its `.grad` would change between its own steps; so
-would what a region has saved for a backward that is still to come. To keep these blocks out of the way, a whole step
-would have to copy its gradients to them, or be captured again after each capture of anybody else.
+own for what its graphs make: a training run has one, and so have all regions of a device together. One pool for all of
+them would not be safe: a replay writes to every block that was free during its capture, and the gradients of a run that
+was captured later may lie there, or what a region has saved for a backward that is still to come.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, poison
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.inputs import CopiedInputs
-from pygraph_train.graphs.memory import span
+from pygraph_train.graphs.memory import extent, span
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import user_location
@@ -78,7 +78,6 @@ class EmulatedEngine:
 
     @contextmanager
     def scratch_pool(self, pool: Any = None) -> Iterator[EmulatedPool]:
-        """See `Engine.scratch_pool`."""
         with standing_in([(self, "_memory", pool or EmulatedPool())]):
             yield self._memory
 
@@ -149,7 +148,7 @@ class EmulatedEngine:
         return lambda: pool.replaying(footprint)
 
     def movable(self, inputs: Sequence[torch.Tensor]) -> CopiedInputs:
-        """See `Engine.movable`: by copies, where a GPU has pointers."""
+        """By copies, where a GPU has pointers."""
         return CopiedInputs(inputs)
 
     def trim(self) -> None:
@@ -160,7 +159,6 @@ class EmulatedEngine:
         return 0
 
     def room(self) -> int:
-        """See `peak_memory`."""
         return 0
 
     def close(self) -> None:
@@ -204,7 +202,6 @@ class EmulatedGraph:
         self.closed = True
 
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> RecordedNumbers:
-        """See `engine.RewritableGraph.numbers`."""
         return RecordedNumbers(self._operations, sets, kernels)
 
 
@@ -215,8 +212,7 @@ def _freed(operations: list[_Operation]) -> list[tuple[torch.UntypedStorage, int
         storage = tensor.untyped_storage()
         if storage.nbytes() or not tensor.numel():
             continue
-        last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
-        end = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+        end = (int(tensor.storage_offset()) + extent(tensor.size(), tensor.stride())) * tensor.element_size()
         key = storage_key(storage)
         needed[key] = (storage, max(end, needed[key][1] if key in needed else 0))
     return list(needed.values())

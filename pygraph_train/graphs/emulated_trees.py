@@ -45,7 +45,7 @@ class RecordedNumbers:
 
     Args:
         operations: their arguments are lists afterwards, which can be written.
-        sets, kernels: see `engine.RewritableGraph.numbers`.
+        sets, kernels: see `engine.Graph.numbers`.
     Raises:
         NumbersNotFound: a number was not found.
     """
@@ -66,7 +66,6 @@ class RecordedNumbers:
         check_sets(held, sets)
 
     def write(self, values: Sequence[float]) -> None:
-        """See `engine.NumberWriter.write`."""
         for container, key, number in self._slots:
             container[key] = values[number]
 

@@ -72,6 +72,18 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Enqueue the recorded work once."""
 
+    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberWriter:
+        """Find Python numbers in the captured operations of certain names, where the engine `rewrites_numbers`.
+
+        Args:
+            sets: numbers that an operation holds together. Each occurs nowhere else in the capture, and all differ. An
+                empty set says that an operation may hold none.
+            kernels: parts of the names of the operations.
+        Raises:
+            NumbersNotFound: an operation of such a name does not hold each number of just one set once, or a set
+                is in no operation.
+        """
+
     def close(self) -> None:
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
 
@@ -117,26 +129,9 @@ class NumberWriter(Protocol):
         """Let later replays use these numbers; those enqueued before keep theirs.
 
         Args:
-            values: one for each number, in the order in which they were given to `RewritableGraph.numbers`.
+            values: one for each number, in the order in which they were given to `Graph.numbers`.
         Raises:
             RuntimeError: a number could not be replaced.
-        """
-
-
-@runtime_checkable
-class RewritableGraph(Graph, Protocol):
-    """A graph of an engine that `rewrites_numbers`."""
-
-    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberWriter:
-        """Find Python numbers in the captured operations of certain names.
-
-        Args:
-            sets: numbers that an operation holds together. Each occurs nowhere else in the capture, and all differ. An
-                empty set says that an operation may hold none.
-            kernels: parts of the names of the operations.
-        Raises:
-            NumbersNotFound: an operation of such a name does not hold each number of just one set once, or a set
-                is in no operation.
         """
 
 
@@ -149,7 +144,7 @@ class Engine(Protocol):
 
     @property
     def rewrites_numbers(self) -> bool:
-        """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
+        """Whether Python numbers that a capture of it has seen can be replaced, see `Graph.numbers`."""
 
     def scratch_pool(self, pool: Any = None) -> AbstractContextManager[Any]:
         """Context in which captures allocate from a pool that is gone once it and their graphs are.

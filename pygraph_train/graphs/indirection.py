@@ -89,7 +89,7 @@ class _Kernel(NamedTuple):
 
 
 class MovableInputs:
-    """Inputs of a CUDA graph. See `graphs.engine.Inputs`.
+    """Inputs of a CUDA graph. See `graphs.engine.Inputs`, also for its methods.
 
     Args:
         inputs: CUDA tensors of one device, at least one.
@@ -120,7 +120,6 @@ class MovableInputs:
         self._now: NDArray[np.uint64] = np.zeros(len(inputs), dtype=np.uint64)
 
     def follow(self, graph: Any) -> None:
-        """See `graphs.engine.Inputs.follow`."""
         try:
             found = find_pointers(graph.read(), self._ranges)
             handles = node_handles(graph.raw)
@@ -139,13 +138,13 @@ class MovableInputs:
             raise IndirectionUnavailable(str(error)) from error
 
     def fit(self, addresses: Sequence[int]) -> bool:
-        """See `graphs.engine.Inputs.fit`. Hot path."""
+        """Hot path."""
         if addresses == self._addresses:
             return True
         return not any(address & mask for address, mask in zip(addresses, self._aligned, strict=True))
 
     def take(self, inputs: Sequence[Tensor], addresses: list[int]) -> None:
-        """See `graphs.engine.Inputs.take`. Hot path."""
+        """Hot path."""
         if addresses == self._addresses:
             return
         now = np.array(addresses, dtype=np.uint64)
@@ -158,10 +157,9 @@ class MovableInputs:
         self._addresses, self._now = addresses, now
 
     def give_back(self, inputs: Sequence[Tensor]) -> None:
-        """See `graphs.engine.Inputs.give_back`: replays have worked on the inputs themselves."""
+        """Replays have worked on the inputs themselves."""
 
     def close(self) -> None:
-        """See `graphs.engine.Inputs.close`."""
         self.stand_ins, self._kernels = (), []
         if self._memory is not None:
             self._memory.close()

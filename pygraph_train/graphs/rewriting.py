@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pygraph_train.graphs.engine import NumbersNotFound
-from pygraph_train.graphs.nodes import Node, named_kernels
-from pygraph_train.graphs.parameters import KernelParameters
+from pygraph_train.graphs.nodes import KernelParameters, Node, named_kernels
 
 _FORMATS = {8: "<d", 4: "<f"}
 
@@ -86,7 +85,7 @@ class NumberRewriter:
 
     Args:
         graph: a captured graph such as `graphs.cuda_graph.CudaGraph`. It is instantiated.
-        sets, kernels: see `graphs.engine.RewritableGraph.numbers`.
+        sets, kernels: see `graphs.engine.Graph.numbers`.
     Raises:
         NumbersNotFound: a number was not found, or CUDA lets nobody read or update the nodes.
     """
@@ -110,7 +109,6 @@ class NumberRewriter:
             self._kernels.append(_Kernel(node, tuple(f.number for f in own), places, kernel))
 
     def write(self, values: Sequence[float]) -> None:
-        """See `graphs.engine.NumberWriter.write`."""
         for kernel in self._kernels:
             numbers = tuple(values[number] for number in kernel.numbers)
             if self._written.get(kernel.node) == numbers:

@@ -149,8 +149,8 @@ def host_state_keys(optimizer_class: type, flags: Mapping[str, Any]) -> tuple[st
 
 def unsupported(optimizer: Optimizer) -> str:
     """Why an optimizer without a `supported_class` cannot be captured."""
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    for cls, why in _NEVER.items():
-        if type(optimizer) is cls:
-            return f"{cls.__name__} {why}"
+    cls = type(optimizer)
+    if cls in _NEVER:
+        return f"{cls.__name__} {_NEVER[cls]}"
+    name = f"{cls.__module__}.{cls.__qualname__}"
     return f"the step of {name} is not one of torch.optim's, so it cannot be proved capturable"

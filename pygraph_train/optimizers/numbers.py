@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, NumberWriter, RewritableGraph
+from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
 from pygraph_train.patches import nothing
 
 
@@ -51,7 +51,7 @@ class LiveNumbers:
         optimizer: of torch.
         entries: hyperparameters that fused kernels take: position in `hyperparameters()`, number of the group, and key.
         engine: of the capture.
-        kernels: parts of the names of the fused kernels, see `RewritableGraph.numbers`.
+        kernels: parts of the names of the fused kernels, see `Graph.numbers`.
     """
 
     def __init__(
@@ -104,17 +104,28 @@ class LiveNumbers:
         """
         if not self._places:
             return nothing
-        assert isinstance(graph, RewritableGraph)
         marks = list(zip(self._places, self._marks, strict=True))
         sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
         places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
-        following = _Following(graph.numbers(sets, self._kernels), self, places)
+        keys = list(dict.fromkeys((place.group, place.key) for place in places))
+        writer = graph.numbers(sets, self._kernels)
+        held: list[Any] = []
+
+        def write() -> None:
+            """Give the graph the hyperparameters of now, if they are others than before. Hot path."""
+            nonlocal held
+            groups = self.optimizer.param_groups
+            now = [groups[group][key] for group, key in keys]
+            if now != held:
+                writer.write([float(self.value(place)) for place in places])
+                held = now
+
         try:
-            following.write()  # a graph that takes no numbers is found out now
+            write()  # a graph that takes no numbers is found out now
         except RuntimeError as error:
             raise NumbersNotFound(str(error)) from error
         self._followed = True
-        return following.write
+        return write
 
     def value(self, place: NumberPlace) -> Any:
         """What the user's optimizer has there now."""
@@ -129,25 +140,6 @@ class LiveNumbers:
         for place in self._places:
             opened.setdefault(place.entry, set()).add(place.item)
         return _Baked(hyperparameters, opened)
-
-
-class _Following:
-    """The numbers of a graph that follow the optimizer's groups."""
-
-    def __init__(self, writer: NumberWriter, numbers: LiveNumbers, places: Sequence[NumberPlace]) -> None:
-        self._writer = writer
-        self._numbers = numbers
-        self._places = places
-        self._keys = list(dict.fromkeys((place.group, place.key) for place in places))
-        self._held: list[Any] = []
-
-    def write(self) -> None:
-        """Give the graph the hyperparameters of now, if they are others than before. Hot path."""
-        groups = self._numbers.optimizer.param_groups
-        held = [groups[group][key] for group, key in self._keys]
-        if held != self._held:
-            self._writer.write([float(self._numbers.value(place)) for place in self._places])
-            self._held = held
 
 
 class _Baked:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
 
 
@@ -69,7 +70,7 @@ class SeveralPreparations:
     def __init__(self, optimizers: OptimizerSet, *, emulated: bool) -> None:
         self._members = [OptimizerPreparation(o, emulated=emulated) for o in optimizers.members]
         self._optimizers = optimizers
-        self.state = _States(self._members)
+        self.state = StateWatch(*optimizers.members)
 
     @property
     def generation(self) -> int:
@@ -128,23 +129,6 @@ class SeveralPreparations:
     def close(self) -> None:
         for member in self._members:
             member.close()
-
-
-class _States:
-    """`StateWatch` of several optimizers."""
-
-    def __init__(self, members: Sequence[OptimizerPreparation]) -> None:
-        self._watches = [member.state for member in members]
-
-    def leave(self) -> None:
-        for watch in self._watches:
-            watch.leave()
-
-    def as_left(self) -> bool:
-        return all(watch.as_left() for watch in self._watches)
-
-    def none_is_made(self) -> AbstractContextManager[None]:
-        return _all(watch.none_is_made() for watch in self._watches)
 
 
 def preparation_of(optimizer: Any, engine: Engine) -> OptimizerPreparation:

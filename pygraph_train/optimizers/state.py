@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +18,11 @@ class StateWatch:
     """Notices state that was cleared, replaced, or never made.
 
     Args:
-        optimizer: any; state that is no dict is not looked into.
+        *optimizers: of one step; state that is no dict is not looked into.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self._optimizers = optimizers
         self._left: list[Tensor] | None = None
 
     def leave(self) -> None:
@@ -39,23 +40,24 @@ class StateWatch:
         Raises:
             NotLegal: state was made. It is gone again.
         """
-        state = self._optimizer.state
-        before = {id(p): (own, dict(own)) for p, own in state.items() if isinstance(own, dict)}
+        states = [optimizer.state for optimizer in self._optimizers]
+        before = [{id(p): (own, dict(own)) for p, own in s.items() if isinstance(own, dict)} for s in states]
         made = False
         try:
             yield
         finally:
-            for p, own in list(state.items()):
-                known, values = before.get(id(p), (None, {}))
-                if not isinstance(own, dict):
-                    continue
-                if known is not own:
-                    made |= bool(own)
-                    del state[p]
-                elif not _same(_tensors(own), _tensors(values)):
-                    made = True
-                    own.clear()
-                    own.update(values)
+            for state, noted in zip(states, before, strict=True):
+                for p, own in list(state.items()):
+                    known, values = noted.get(id(p), (None, {}))
+                    if not isinstance(own, dict):
+                        continue
+                    if known is not own:
+                        made |= bool(own)
+                        del state[p]
+                    elif not _same(_tensors(own), _tensors(values)):
+                        made = True
+                        own.clear()
+                        own.update(values)
         if made:
             raise NotLegal(
                 Problem(
@@ -64,7 +66,8 @@ class StateWatch:
             )
 
     def _objects(self) -> list[Tensor]:
-        return [t for own in self._optimizer.state.values() if isinstance(own, dict) for t in _tensors(own)]
+        all_own = chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers)
+        return [t for own in all_own if isinstance(own, dict) for t in _tensors(own)]
 
 
 def _tensors(own: dict[Any, Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the library prints or logs by itself: a report at the end of training, a line where graphs are off."""
+"""What the library prints or logs: a report at the end of training, a line where graphs are off, and numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
 from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.report.progress import Progress
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.names import lacking
 
@@ -79,3 +80,23 @@ def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -
 def show(report: object) -> None:
     """Print a report, wherever that is possible."""
     quietly(lambda: print(report))
+
+
+def metrics_of(report: StepReport) -> dict[str, float]:
+    """What loggers and trackers get of a report, where the user asks for it with `log_metrics=True`: numbers by name.
+
+    Times are those of the machine, or none: the emulated engine has only the share.
+
+    Returns:
+        `pygraph/share_from_graphs` (of the steps so far, see `StepReport.steps_from_graphs`) and `pygraph/step_ms` (of
+        the present steps). Nothing before the first step.
+    """
+    total = Progress.of(part.progress() for part in report.parts())
+    if not total.made:
+        return {}
+    metrics = {"pygraph/share_from_graphs": total.from_graphs / total.made}
+    part = max(report.parts(), key=lambda part: part.progress().made)
+    step_ms = part.ms_with_graph if part.progress().plan.graphs else part.ms_without_graph
+    if part.measured and step_ms is not None:
+        metrics["pygraph/step_ms"] = step_ms
+    return metrics

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from pygraph_train.graphs import IndirectionUnavailable, indirection, nodes, parameters
+from pygraph_train.graphs import IndirectionUnavailable, indirection, nodes
 from pygraph_train.graphs.indirection import MovableInputs, Pointer, find_pointers
 from pygraph_train.graphs.memory import AddressRange
-from pygraph_train.graphs.nodes import Node
-from pygraph_train.graphs.parameters import KernelParameters
+from pygraph_train.graphs.nodes import KernelParameters, Node
 
 pytestmark = pytest.mark.quick
 
@@ -193,7 +192,7 @@ class Range:
 def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bytes], bytes], Driver]:
     def install(separate: list[bytes], packed: bytes) -> Driver:
         made = Driver(separate, packed)
-        for module in (nodes, indirection, parameters):
+        for module in (nodes, indirection):
             monkeypatch.setattr(module, "driver", lambda: made)
         return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pygraph_train.graphs import nodes, parameters
+from pygraph_train.graphs import nodes
 from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.graphs.rewriting import KernelNumber, NumberRewriter, check_sets, find_numbers
@@ -86,8 +86,7 @@ class Refusal(int):
 def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bytes], bytes], Driver]:
     def install(separate: list[bytes], packed: bytes) -> Driver:
         made = Driver(separate, packed)
-        for module in (nodes, parameters):
-            monkeypatch.setattr(module, "driver", lambda: made)
+        monkeypatch.setattr(nodes, "driver", lambda: made)
         return made
 
     return install
