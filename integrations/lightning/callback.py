@@ -439,12 +439,8 @@ class _LightningProgram(StepProgram):
                 recorder.records.clear()
                 done(output)
                 try:
-                    for (
-                        name,
-                        value,
-                        args,
-                        kwargs,
-                    ) in records:  # in the context as well: it sets the default dtype
+                    # in the context as well: it sets the default dtype
+                    for name, value, args, kwargs in records:
                         self.model.log(name, value, *args, **kwargs)
                 except Exception as error:
                     theirs(error)
