@@ -30,16 +30,6 @@ class Memory:
         return self._token is None or self._token() is None
 
     @property
-    def covered(self) -> bool:
-        """Whether a replay would overwrite what another recording keeps. Hot path."""
-        return False
-
-    @property
-    def misplaced(self) -> bool:
-        """See `Place.misplaced`."""
-        return False
-
-    @property
     def replayed(self) -> bool:
         """Whether a recording there was replayed."""
         return self._token is not None
@@ -107,7 +97,7 @@ class Place(Memory):
 
     @property
     def covered(self) -> bool:
-        """See `Memory.covered`: whether a later one is pending. Hot path."""
+        """Whether a later one is pending, so that a replay would overwrite what that one keeps. Hot path."""
         return self._row.last > self._number
 
     @property

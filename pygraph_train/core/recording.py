@@ -266,9 +266,10 @@ class RecordedRegion(RegionCall):
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
         # each recording there has memory of its own, so further shapes overwrite each other elsewhere
         row = None if any(region.slots.values()) else region.owner.row
-        super().__init__(region, given, Place(row) if row else free_memory(region.owner.engine))
+        self._place = Place(row) if row else None
+        super().__init__(region, given, self._place or free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
-        with nullcontext() if row is None else self._memory.used(self._engine):
+        with self._place.used(self._engine) if self._place else nullcontext():
             self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
         self._targets = self._filled()
@@ -352,7 +353,7 @@ class RecordedRegion(RegionCall):
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
             if how is None:
                 _let_go(output)
-        if type(self._memory) is Place:  # inputs that the backward does not read
+        if self._place:  # inputs that the backward does not read
             kept = set(map(memory_of, self._activations.held))
             for i in self._moving:
                 if memory_of(self._static[i]) not in kept:
@@ -459,7 +460,7 @@ class RecordedRegion(RegionCall):
         if keeps and self.gives_up:
             self.region.keep_activations()
             return None
-        if self._memory.covered:
+        if self._place is not None and self._place.covered:
             return None
         for i, gradient in seeds.items():
             if placements_of(gradient) != self.region.placements.get(i):
@@ -498,7 +499,7 @@ class RecordedRegion(RegionCall):
     @property
     def misplaced(self) -> bool:
         """See `Place.misplaced`."""
-        return self._memory.misplaced
+        return self._place is not None and self._place.misplaced
 
     def close(self) -> None:
         """Release its graphs."""
