@@ -27,7 +27,8 @@ WHOLE = {
     "convnext_mixup": "ConvNeXt-T, mixup",
     "distillation": "distillation",
     "speech_ctc": "speech, CTC",
-    "dcgan": "DCGAN",
+    "ppo": "PPO",
+    "lstm_forecast": "LSTM",
 }
 Bars = list[tuple[str, int, float]]  # title, colour, length
 
@@ -61,7 +62,7 @@ def pictures() -> dict[str, str]:
     for r in _rows("phases", "2"):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
     for recipe, title in WHOLE.items():
-        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "7635124"]
+        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "8924"]
         found = next(rows for rows in files if len(rows) > 1)
         for way in ("plain", "ours"):
             whole.append((f"{title}, {found[way]['steps_made']} steps", way == "ours", found[way]["whole_s"]))
