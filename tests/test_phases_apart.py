@@ -161,8 +161,8 @@ def test_a_graph_that_computes_something_else_is_not_kept(monkeypatch: pytest.Mo
 
     right = RecordedRegion.replay_backward
 
-    def wrong(self: Any, backward: Any, seeds: Any) -> Any:
-        found = right(self, backward, seeds)
+    def wrong(self: Any, *given: Any) -> Any:
+        found = right(self, *given)
         for gradient in found:
             gradient.mul_(2)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -99,6 +100,8 @@ class Delivery:
         if first or NONE.issuperset(map(gradient_of, parameters)):
             for p, g in zip(parameters, found, strict=True):
                 p.grad = g
+            return
+        if all(map(operator.is_, map(gradient_of, parameters), found)):  # they were added in the graph
             return
         old: list[Tensor] = []
         new: list[Tensor] = []
@@ -269,10 +272,10 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     delivery.begin()
     keeps = backward_keeps_graph()
     backward = slot.backward_of(seeds, keeps=keeps)
-    found = _gradients_of(ctx, backward, seeds)
+    delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
+    found = _gradients_of(ctx, backward, seeds, delivers=delivers)
     if not keeps:
         ctx.token = None
-    delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
     slot.region.backwards += backward is not None and slot.recorded
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
@@ -286,16 +289,25 @@ def _of(gradients: list[Tensor | None], places: Sequence[int]) -> list[Tensor | 
     return gradients if whole else list(map(gradients.__getitem__, places))
 
 
-def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor]) -> list[Tensor | None]:
-    """Those of `leads`, by a recorded backward, or None. Gradients that lie where it writes them move before."""
+def _gradients_of(
+    ctx: Any, backward: Any, seeds: dict[int, Tensor], *, delivers: bool
+) -> list[Tensor | None]:
+    """Those of `leads`, by a recorded backward, or None.
+
+    Gradients that lie where it writes them move before, unless it adds to them.
+    """
+    adds, fresh = ctx.slot.adds and delivers, ()
     if backward is not None:
-        ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
+        if not adds:
+            ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
         if ctx.beside:
             beside, leaves = zip(*ctx.beside, strict=True)
             ctx.delivery.make_way(leaves, _of(backward.gradients, beside))
+        if ctx.slot.adds:
+            fresh = ctx.slot.fresh(backward, ctx.parameters if adds else ())
     if ctx.lent:
         ctx.slot.reload(ctx.lent)
-    found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds)
+    found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds, fresh)
     return found
 
 
@@ -386,11 +398,15 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     seeds = {node.slot.differ[loss.output_nr]: node.delivery.one(loss, by)}
     if (backward := node.slot.backward_of(seeds)) is None:
         return False
-    there = _of(backward.gradients, node.delivered)
-    first = node.delivery.make_way(node.parameters, there)
+    there, fresh = _of(backward.gradients, node.delivered), ()
+    if node.slot.adds:
+        fresh = node.slot.fresh(backward, node.parameters)
+        first = NONE.issuperset(map(gradient_of, node.parameters))
+    else:
+        first = node.delivery.make_way(node.parameters, there)
     if node.lent:
         node.slot.reload(node.lent)
-    found = node.slot.replay_backward(backward, seeds)
+    found = node.slot.replay_backward(backward, seeds, fresh)
     there = there if found is backward.gradients else _of(found, node.delivered)
     node.delivery.deliver(node.parameters, there, first)
     node.slot.region.backwards += node.slot.recorded

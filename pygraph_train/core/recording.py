@@ -26,6 +26,7 @@ from pygraph_train.torch_private.memory import (
     local_tensors,
     placements_of,
 )
+from pygraph_train.torch_private.phases import zero_all
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class _Backward(NamedTuple):
 
     Attributes:
         seeds: the gradient of each of these outputs, which `graph` reads.
-        gradients: of `leads`, None where there is none. Each replay overwrites them.
+        gradients: of `leads`, None where there is none. Each replay overwrites them, or adds to them.
+        placed: those at places that all recordings share.
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
         lying: tells where the gradients are.
@@ -99,9 +101,18 @@ class _Backward(NamedTuple):
     graph: Graph
     seeds: dict[int, Tensor]
     gradients: list[Tensor | None]
+    placed: list[Tensor]
     homes: list[Tensor]
     addresses: list[int]
     lying: Callable[[], list[int]]
+
+    def go_home(self, *, values: bool = False) -> None:
+        """Have gradients lie where they did, with their present values or those that lie there."""
+        present = local_tensors([g for g in self.gradients if g is not None])
+        for gradient, home in zip(present, self.homes, strict=True):
+            if values and gradient.data_ptr() != home.data_ptr():
+                home.copy_(gradient)
+            gradient.data = home
 
 
 class RegionCall:
@@ -120,9 +131,11 @@ class RegionCall:
         generation: grows with each forward.
         ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
         recorded: whether forward and backward come from graphs.
+        adds: whether a backward adds gradients of parameters to what lies at their places.
     """
 
     recorded = True
+    adds = False
     differ: list[int]
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
@@ -224,7 +237,9 @@ class UnrecordedCall(RegionCall):
         usual = frozenset(seeds) in region.asked and autocast_now(region.device) == region.autocast
         return self if usual and not keeps else None
 
-    def replay_backward(self, backward: object, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+    def replay_backward(
+        self, backward: object, seeds: dict[int, Tensor], fresh: object = ()
+    ) -> list[Tensor | None]:
         """See `RecordedRegion.replay_backward`."""
         if backward is None:
             return self._another_backward(seeds)
@@ -277,6 +292,7 @@ class RecordedRegion(RegionCall):
         lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
         self.gives_up = len(region.asked) == 1 and not (region.keeps or row)
+        self.adds = region.adds and self.gives_up
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
@@ -319,7 +335,7 @@ class RecordedRegion(RegionCall):
         try:
             self._record_both()
         except _ReadTwiceError:
-            self.gives_up = False
+            self.gives_up = self.adds = False
             self._close_graphs()
             self._record_both()
         if self._misplaced():
@@ -373,7 +389,8 @@ class RecordedRegion(RegionCall):
                 _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
-        return _Backward(graph, seeds, gradients, homes, lying(), lying)
+        shared = [g for g, key in zip(gradients, self._keys, strict=True) if g is not None and key]
+        return _Backward(graph, seeds, gradients, shared, homes, lying(), lying)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -403,7 +420,8 @@ class RecordedRegion(RegionCall):
         outputs = [self._outputs[i] for i in seeds]
         self._activations.given_up = self.gives_up
         try:
-            with self.region.as_in_backwards(), self.region.owner.placing(self._keys, leads) as found:
+            placing = self.region.owner.placing(self._keys, leads, adds=self.adds)
+            with self.region.as_in_backwards(), placing as found:
                 torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
             for k, home in self._homes.items():
                 if (gradient := found[k]) is not None:
@@ -469,12 +487,20 @@ class RecordedRegion(RegionCall):
             return None
         return self._backwards.get(frozenset(seeds))
 
-    def replay_backward(self, backward: _Backward | None, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+    def fresh(self, backward: _Backward, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The places of gradients at which those of these parameters do not lie, for a backward that adds. Hot path."""
+        lie = set(map(id, map(gradient_of, parameters)))
+        return [place for place in backward.placed if id(place) not in lie]
+
+    def replay_backward(
+        self, backward: _Backward | None, seeds: dict[int, Tensor], fresh: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
         """Run a backward. Hot path.
 
         Args:
             backward: see `backward_of`.
             seeds: the gradient of each output that has one.
+            fresh: what is set to zero before, where it adds.
         Returns:
             The gradients of `leads`, which the next replay overwrites.
         """
@@ -483,12 +509,14 @@ class RecordedRegion(RegionCall):
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
             targets = local_tensors(list(backward.seeds.values()))
             copy_all(targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
+            if self.adds and backward.lying() != backward.addresses:
+                backward.go_home(values=True)
+            if fresh:
+                zero_all(fresh)
             backward.graph.replay()
             self._backed = self.generation
         if backward.lying() != backward.addresses:
-            present = local_tensors([g for g in backward.gradients if g is not None])
-            for gradient, home in zip(present, backward.homes, strict=True):
-                gradient.data = home
+            backward.go_home()
         return backward.gradients
 
     @property
@@ -532,7 +560,9 @@ class RecordedRegion(RegionCall):
         if asked:
             with self.region.as_in_backwards():
                 seeds = {i: _sample_seed(outputs[i], self.region.placements.get(i)) for i in sorted(asked)}
-                gradients = self.replay_backward(self.backward_of(seeds), seeds)
+                backward = self.backward_of(seeds)
+                fresh = backward.placed if self.adds and backward is not None else ()
+                gradients = self.replay_backward(backward, seeds, fresh)
         return [*outputs, *written], gradients
 
 
@@ -580,7 +610,11 @@ def run_plainly(
             return None
         seeds = [_sample_seed(outputs[i].detach(), region.placements.get(i)) for i in sorted(asked)]
         keys = _keys_of(region, given, leads)
-        with region.as_in_backwards(), region.owner.placing(keys, list(leads.values())) as gradients:
+        places = [region.owner.gradients.get(key or 0) for key in keys if region.adds]
+        if lie := [place for place in places if place is not None]:
+            zero_all(lie)
+        placing = region.owner.placing(keys, list(leads.values()), adds=region.adds)
+        with region.as_in_backwards(), placing as gradients:
             torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
     written = [inputs[i].detach() for i in sorted(moving)]
     return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], gradients

@@ -62,6 +62,7 @@ from pygraph_train.torch_private.memory import (
 )
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
+    add_all,
     backward_keeps_graph,
     compiled_by,
     hooks_of,
@@ -226,7 +227,7 @@ class PhaseRegions:
 
     @contextmanager
     def placing(
-        self, parameters: Sequence[int | None], leads: Sequence[Tensor]
+        self, parameters: Sequence[int | None], leads: Sequence[Tensor], *, adds: bool = False
     ) -> Iterator[list[Tensor | None]]:
         """Around a backward: its gradients, at the places that those of each parameter have in all recordings.
 
@@ -236,7 +237,9 @@ class PhaseRegions:
         Args:
             parameters: their ids, None for another tensor.
             leads: what stands for each of them. Its `.grad` is None before and afterwards.
+            adds: whether they are added to what lies there.
         """
+        put = Tensor.add_ if adds else Tensor.copy_
         found: list[Tensor | None] = [None] * len(leads)
         hooks = []
 
@@ -247,7 +250,7 @@ class PhaseRegions:
 
         def move(k: int, lead: Tensor) -> None:
             if (place := place_of(k, lead.grad)) is not None:
-                found[k], lead.grad = place.copy_(lead.grad), None  # type: ignore[arg-type]
+                found[k], lead.grad = put(place, lead.grad), None  # type: ignore[arg-type]
 
         for k, lead in enumerate(leads if self.delivers else ()):
             if lead.nbytes >= _LARGE:
@@ -261,7 +264,8 @@ class PhaseRegions:
                     small += [] if place is None else [(place, gradient)]
                     found[k] = gradient if place is None else place
             if small:
-                copy_all([place for place, _ in small], [gradient for _, gradient in small])
+                put_all = add_all if adds else copy_all
+                put_all([place for place, _ in small], [gradient for _, gradient in small])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -367,6 +371,7 @@ class PhaseRegion:
         autocast: what backwards ran under in the first calls, see `autocast_now`.
         slots: by what changes from call to call.
         reason: why it runs as it is, None where it may have a graph.
+        accumulates: whether parameters had gradients when backwards of the first calls came, or a call came first.
         counts: whether a step in which it runs as it is has no graph of the forward.
         inference: whether nothing is differentiated through it.
         end: the graph break at its end, None where its function ends there.
@@ -408,13 +413,14 @@ class PhaseRegion:
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
         self.placements: dict[int, Any] = {}
-        self.keeps = False
+        self.keeps = self.accumulates = False
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
         self.reason = None
         self.counts = True
         self.inference = False
+        self._led = 0  # calls so far that lead to gradients, while it is watched
         self.calls = self.replays = self.backwards = self.recordings = self.last = 0
         self._moves = 0
         self._met: dict[Any, int] = {}  # how often further shapes came that have no recording
@@ -430,6 +436,12 @@ class PhaseRegion:
         region._begin()
         region.reason, region.counts = self._first  # later reasons are of the module that has this one
         return region
+
+    @property
+    def adds(self) -> bool:
+        """Whether its recorded backward adds gradients to what lies at their places, as in an accumulation."""
+        once = len(self.asked) == 1 and not self.keeps and self.owner.config.backward != "off"
+        return self.accumulates and self.owner.delivers and once
 
     @property
     def trains(self) -> bool:
@@ -550,7 +562,9 @@ class PhaseRegion:
         numbered = self._numbered
         done(made if numbered is None else surely(lambda: numbered.outputs(made, numbers), FORWARD))
         results = [t for t in made if isinstance(t, Tensor)]
-        self.inference = self.owner.inference and bool(results) and not any(t.requires_grad for t in results)
+        leads = any(t.requires_grad for t in results)
+        self._led += leads
+        self.inference = self.owner.inference and bool(results) and not leads
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(values[i].detach(), c)}
         places = [memory_of(t) for t in (*given, *made) if isinstance(t, Tensor)]
@@ -598,6 +612,7 @@ class PhaseRegion:
             self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
             self.keeps |= backward_keeps_graph()
+            self.accumulates |= any(t.grad is not None for t, _ in held)
             if any(memory_of(t) != place for t, place in held):
                 self._stays_plain(Problem("its parameters move between forward and backward"))
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
@@ -721,6 +736,8 @@ class PhaseRegion:
         owner, started = self.owner, time.perf_counter()
         if owner.awaited:
             quietly(owner.settle)
+        if not self.recordings:
+            self.accumulates |= len(self._asking) < self._led
         memory = first_memory(owner.engine) if self._may_overlap(given) else None
         if memory is None and not self.inference:
             owner.make_places([given[i] for i in self._positions if given[i].requires_grad])
@@ -775,6 +792,7 @@ class PhaseRegion:
             alone
             and once
             and self._usual
+            and not self.accumulates
             and all(t.grad is None for t in given if isinstance(t, nn.Parameter))
         )
 

@@ -244,3 +244,56 @@ def test_parts_of_a_model_in_one_row_of_memory(first: int, monkeypatch: pytest.M
     assert all(map(torch.equal, *kept))
     replays = report().to_dict()["phases_from_graphs"]
     assert replays["F"] > STEPS - 8, replays
+
+
+def _in_micro_batches(model: nn.Module, optimizer: Any, options: Any, ours: bool) -> Any:
+    step = GraphedStep(lambda x, y: cross_entropy(model(x), y), model=model, optimizer=optimizer, **options)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        update = number % 3 == 2
+        for p in model.parameters() if number % 6 == 2 else ():
+            assert p.grad is not None
+            p.grad.data = p.grad.data * 0.5
+        if ours:
+            step(x, y) if update else step.accumulate(x, y)
+        else:
+            cross_entropy(model(x), y).backward()
+            if update:
+                optimizer.step()
+                optimizer.zero_grad()
+    return step
+
+
+def _two_forwards_a_step(model: Any, optimizer: Any, options: Any, ours: bool) -> Any:
+    accelerator = Accelerator(cpu=DEVICE == "cpu", plugins=[PyGraph(**options)] if ours else [])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x, y in batches(STEPS):
+        loss = cross_entropy(model(x), y) + cross_entropy(model(2 * x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    forget_accelerators()
+    return accelerator.pygraph if ours else None
+
+
+@pytest.mark.parametrize("loop", [_in_micro_batches, _two_forwards_a_step])
+def test_gradients_are_added_where_they_lie(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs add gradients of later backwards, so that nobody needs a second copy of all gradients."""
+    copies: list[dict[int, Tensor]] = []
+    stock = Delivery.__init__
+
+    def made(self: Delivery) -> None:
+        stock(self)
+        copies.append(self._sums)
+
+    monkeypatch.setattr(Delivery, "__init__", made)
+    kept = []
+    for ours in (False, True):
+        model = net()
+        optimizer = adamw(model)
+        torch.manual_seed(1)
+        ran = loop(model, optimizer, {"engine": ENGINE, "forward": "on"}, ours)
+        kept.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *kept))
+    replays = ran.report().to_dict()["phases_from_graphs"]
+    assert replays["B"] >= STEPS - 8, replays
+    assert copies and not any(copies)
