@@ -43,10 +43,7 @@ def _expands(settings: str) -> bool:
 
 @contextmanager
 def expandable_segments() -> Iterator[None]:
-    """New memory segments of the CUDA caching allocator grow and shrink instead of being kept in pieces.
-
-    The setting of before comes back. (2.11, 2.13)
-    """
+    """New memory segments of the allocator grow and shrink, and the setting of before comes back. (2.11, 2.13)"""
     if _expands(getattr(torch._C, "_accelerator_getAllocatorSettings", str)()):  # not in 2.11
         yield
         return
