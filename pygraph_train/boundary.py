@@ -138,6 +138,8 @@ def surely(make: Callable[[], R], what: str, *_: object) -> R:
     except _FOR_THE_USER:
         raise
     except Exception as error:
+        if hasattr(error, "__pygraph_theirs__"):
+            raise
         raise _unfinished(what, error) from error
 
 

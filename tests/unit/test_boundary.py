@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pygraph_train import PyGraphError
-from pygraph_train.boundary import Boundary
+from pygraph_train.boundary import Boundary, surely, theirs
 from pygraph_train.graphs.devices import make_engine
 
 pytestmark = pytest.mark.passes_without_graphs("no graph is made")
@@ -38,3 +38,15 @@ def test_what_the_users_code_raises_goes_through_unchanged() -> None:
     with pytest.raises(KeyError) as found:
         Boundary().make(fails, user)
     assert found.value is mine
+
+
+def test_an_exception_of_the_user_comes_out_of_a_second_attempt_as_it_is() -> None:
+    attempts = []
+
+    def make() -> None:
+        attempts.append(True)
+        raise KeyError("of the library") if len(attempts) == 1 else theirs(KeyError("of the user"))
+
+    with pytest.raises(KeyError, match="of the user"):
+        surely(make, "a test")
+    assert len(attempts) == 2
