@@ -26,7 +26,7 @@ from pygraph_train.torch_private.memory import (
     local_tensors,
     placements_of,
 )
-from pygraph_train.torch_private.phases import zero_all
+from pygraph_train.torch_private.phases import negate_all, zero_all
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
@@ -500,7 +500,7 @@ class RecordedRegion(RegionCall):
         Args:
             backward: see `backward_of`.
             seeds: the gradient of each output that has one.
-            fresh: what is set to zero before, where it adds.
+            fresh: what is emptied before, where it adds.
         Returns:
             The gradients of `leads`, which the next replay overwrites.
         """
@@ -512,7 +512,7 @@ class RecordedRegion(RegionCall):
             if self.adds and backward.lying() != backward.addresses:
                 backward.go_home(values=True)
             if fresh:
-                zero_all(fresh)
+                _empty(fresh)
             backward.graph.replay()
             self._backed = self.generation
         if backward.lying() != backward.addresses:
@@ -612,7 +612,7 @@ def run_plainly(
         keys = _keys_of(region, given, leads)
         places = [region.owner.gradients.get(key or 0) for key in keys if region.adds]
         if lie := [place for place in places if place is not None]:
-            zero_all(lie)
+            _empty(lie)
         placing = region.owner.placing(keys, list(leads.values()), adds=region.adds)
         with region.as_in_backwards(), placing as gradients:
             torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
@@ -641,6 +641,12 @@ def _let_go(tensor: Any) -> None:
     """
     if type(tensor) is Tensor and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
         tensor.data = borrower(tensor)()
+
+
+def _empty(places: Sequence[Tensor]) -> None:
+    """Fill with -0.0: what is added to it keeps all its bits."""
+    zero_all(places)
+    negate_all(places)
 
 
 def _clone(tensor: Tensor) -> Tensor:

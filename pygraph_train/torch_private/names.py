@@ -120,7 +120,7 @@ NAMES = {
             torch.utils._python_dispatch: TorchDispatchMode
         """,
         "Dynamo, which traces steps, and autograd, which asks for their backwards": """
-            torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_ _foreach_zero_
+            torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_ _foreach_neg_ _foreach_zero_
             torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
             torch._dynamo: OptimizedModule config.patch graph_break lookup_backend maybe_mark_dynamic
             torch._dynamo.callback: callback_handler.register_start_callback

@@ -28,6 +28,7 @@ set_grad_mode: Callable[[bool], None] = private("torch._C._set_grad_enabled")
 """What graphs of Dynamo call where a step switches gradients off and on. (2.11 to 2.15)"""
 
 zero_all: Callable[[Sequence[Tensor]], None] = private("torch._foreach_zero_")
+negate_all: Callable[[Sequence[Tensor]], None] = private("torch._foreach_neg_")
 add_all: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = private("torch._foreach_add_")
 """Add to each of these in place. (2.11 to 2.15)"""
 

@@ -297,3 +297,31 @@ def test_gradients_are_added_where_they_lie(loop: Any, monkeypatch: pytest.Monke
     replays = ran.report().to_dict()["phases_from_graphs"]
     assert replays["B"] >= STEPS - 8, replays
     assert copies and not any(copies)
+
+
+def test_zeros_keep_their_sign_where_gradients_are_added() -> None:
+    """The gradients of pruned weights are zeros of both signs."""
+    kept: list[list[Tensor]] = [[], []]
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).to(DEVICE)
+        mask = (torch.arange(18, device=DEVICE) % 2).view(3, 6)
+
+        def loss_of(x: Tensor, y: Tensor, model: Any = model, mask: Tensor = mask) -> Tensor:
+            return cross_entropy(x @ (model.weight * mask).T, y)
+
+        optimizer = torch.optim.SGD([model.weight], 0.0, fused=True)
+        step = GraphedStep(loss_of, model=model, optimizer=optimizer, engine=ENGINE, forward="on")
+        for number, (x, y) in enumerate(batches(STEPS)):
+            if ours:
+                step(x, y) if number % 3 == 2 else step.accumulate(x, y)
+            else:
+                if number % 3 == 0:
+                    optimizer.zero_grad()
+                loss_of(x, y).backward()
+            assert model.weight.grad is not None
+            kept[ours].append(model.weight.grad.clone())
+    assert all(map(torch.equal, *kept))
+    signs = [torch.stack(gradients).signbit() for gradients in kept]
+    assert torch.equal(*signs) and (signs[0] & (torch.stack(kept[0]) == 0)).any()
+    assert step.report().to_dict()["phases_from_graphs"]["B"] >= STEPS - 8
