@@ -166,17 +166,17 @@ class Loop:
             lent = None
             if replication.blocks:
                 lent = self._lent = self._lent or Lent(engine)
-            # a forward that somebody has put in the place of the class's, we among them, stays
             known = weakref.ref(self)  # Dynamo keeps regions, which must not keep optimizers
 
             def settle() -> None:
                 quietly(*[graph.settle for graph in cast(Loop, known())._optimizers])
 
+            options |= {"delivers": not replication.shared, "lent": lent, "even": lambda: self.even()}
+            # a forward that somebody has put in the place of the class's, we among them, stays
             blocks = [b for b in replication.blocks if "forward" not in vars(b)]
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
-                options |= {"delivers": not replication.shared, "lent": lent, "even": lambda: self.even()}
                 call = ModuleCall(*given, **options)
                 call.regions.settle = settle
                 if self._chooser is not None:
