@@ -58,21 +58,21 @@ class Row(Memory):
     """Memory of recordings of which many are pending at once: parts of a model, one behind the other.
 
     Each of them has a `Place`, and what its backward reads is its own; all else of it others overwrite.
+
+    Attributes:
+        places: how many there were so far.
+        pending: numbers of places in the order of their forwards, each with what lives while it is pending.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places = 0
-        self._pending: list[tuple[int, weakref.ref[Any]]] = []
-
-    def hold(self, token: Any, place: int = 0) -> None:
-        """The recording of a place is pending while this token lives. Hot path."""
-        self._pending.append((place, weakref.ref(token)))
+        self.pending: list[tuple[int, weakref.ref[Any]]] = []
 
     @property
     def last(self) -> int:
         """The last place whose recording is pending; 0 where none is. Hot path."""
-        pending = self._pending
+        pending = self.pending
         while pending and pending[-1][1]() is None:
             pending.pop()
         return pending[-1][0] if pending else 0
@@ -88,7 +88,16 @@ class Place(Memory):
     def __init__(self, row: Row) -> None:
         row.places += 1
         self._row, self._number = row, row.places
-        self._token: weakref.ref[Any] | None = None
+        self._token = None  # and the pool stays that of the row
+
+    @property
+    def pool(self) -> Any:
+        """That of the row."""
+        return self._row.pool
+
+    @pool.setter
+    def pool(self, pool: Any) -> None:
+        self._row.pool = pool
 
     @property
     def free(self) -> bool:
@@ -108,17 +117,7 @@ class Place(Memory):
     def hold(self, token: Any) -> None:
         """It is pending while this token lives. Hot path."""
         super().hold(token)
-        self._row.hold(token, self._number)
-
-    @contextmanager
-    def recording(self, engine: Engine) -> Iterator[None]:
-        """See `Memory.recording`."""
-        with self._row.recording(engine):
-            yield
-
-    def used(self, engine: Engine) -> AbstractContextManager[None]:
-        """See `Memory.used`."""
-        return self._row.used(engine)
+        self._row.pending.append((self._number, weakref.ref(token)))
 
 
 class Lent:
