@@ -147,8 +147,8 @@ NAMES = {
         """,
         "memory pools and streams of CUDA": """
             torch._C: _accelerator_setAllocatorSettings _cuda_clearCublasWorkspaces
-                _cuda_beginAllocateCurrentStreamToPool _cuda_endAllocateToPool _cuda_releasePool
-            torch.cuda.memory: _snapshot
+                _cuda_beginAllocateCurrentStreamToPool _cuda_endAllocateToPool _cuda_memorySnapshot
+                _cuda_releasePool
         """,
     },
     GROWING: {
@@ -161,6 +161,7 @@ NAMES = {
     },
     "the first steps take longer": {
         "what Dynamo does for its logs alone": "torch._dynamo.symbolic_convert: get_funcname",
+        "what recurrent layers give": "torch._decomp.decompositions: one_layer_lstm one_layer_rnn",
     },
     "explanations name fewer lines": {
         "what Dynamo tells of its traces": """

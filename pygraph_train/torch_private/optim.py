@@ -15,12 +15,8 @@ def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mappin
     """The live tables of step hooks that `step()` runs: global and own (torch 2.11, 2.13)."""
     from torch.optim import optimizer as module
 
-    return (
-        module._global_optimizer_pre_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        module._global_optimizer_post_hooks,
-    )
+    before = module._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+    return *before, optimizer._optimizer_step_post_hooks, module._global_optimizer_post_hooks
 
 
 def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch.func import jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from pygraph_train import GraphedStep
 from pygraph_train.torch_private.stock_dynamo import traces
 
-from .compare import Run, same_as_plain
+from .compare import ENGINE, Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 
@@ -197,19 +199,38 @@ def test_attention_with_a_causal_mask(run: Run) -> None:
     trains(run, Attention())
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+class Recurrent(nn.Module):
+    """Looks at steps of time, of which each has two numbers."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(2, 4, batch_first=True, **options)
+        self.first, self.head = nn.Linear(2, 2), nn.Linear(8 if self.layer.bidirectional else 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.first(x.view(len(x), -1, 2)))[0][:, -1])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.quick
 @same_as_plain(replays=10)
-def test_recurrent_layers(run: Run, kind: Any) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = kind(2, 4, batch_first=True), nn.Linear(4, 3)
+def test_recurrent_layers(run: Run, kind: Any, options: dict[str, Any]) -> None:
+    trains(run, Recurrent(kind, **options))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(x.view(-1, 3, 2))[0][:, -1])
 
-    trains(run, Recurrent())
+def test_a_trace_makes_one_step_of_time_of_a_recurrent_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells: list[Any] = []
+    model = Recurrent(nn.GRU).to(DEVICE)
+    stock = decompositions.gru_cell
+    monkeypatch.setattr(decompositions, "gru_cell", lambda *given: cells.append(given) or stock(*given))
+    x, y = torch.randn(4, 80, device=DEVICE), torch.zeros(4, dtype=torch.long, device=DEVICE)
+    step = GraphedStep(
+        lambda: cross_entropy(model(x), y), model=model, optimizer=adamw(model), engine=ENGINE, forward="on"
+    )
+    for _ in range(8):
+        step()
+    assert step.report().steps_replayed and 1 <= len(cells) < 10
 
 
 @same_as_plain(refused="a packed sequence has lengths that are read on the host")
