@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.record import write_json
 
-__all__ = ["Run", "images", "padded", "texts"]
-
 WINDOWS = 20
 """So often in a run the clock waits for the device."""
 
