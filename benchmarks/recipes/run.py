@@ -68,8 +68,7 @@ class Run:
         }
 
     def _now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
+        torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
     def sized(self, full: T, tiny: T) -> T:
