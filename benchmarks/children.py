@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "Turn", "row_of_process", "run_jobs"]
-
 PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
 

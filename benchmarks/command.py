@@ -17,19 +17,6 @@ import torch
 from benchmarks.record import environment
 from benchmarks.workloads import WorkloadUnavailable
 
-__all__ = [
-    "NO_CLAIM",
-    "StepTimeout",
-    "begin_anew",
-    "measured_rows",
-    "new_parser",
-    "new_record",
-    "settle",
-    "settle_defaults",
-    "time_limit",
-    "told_in",
-]
-
 NO_CLAIM = (
     "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
 )

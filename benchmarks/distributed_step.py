@@ -50,8 +50,7 @@ def measure(model: str, loop: str, way: str, args: argparse.Namespace) -> dict[s
         for batch in itertools.islice(itertools.cycle(batches), args.steps):
             began = time.perf_counter()
             losses.append(step(batch))
-            if args.device == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(args.device).synchronize()
             seconds.append(time.perf_counter() - began)
         parts = [getattr(p, "_local_tensor", p) for p in module.parameters()]
         row["sum_of_parameters"] = float(sum(part.detach().double().sum() for part in parts))

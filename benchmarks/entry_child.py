@@ -22,8 +22,6 @@ from benchmarks.zoo_models.entry import seed
 from pygraph_train import GraphedStep, StepReport
 from pygraph_train.trees import map_leaves
 
-__all__ = ["AGAIN", "be_child"]
-
 Row = dict[str, Any]
 
 AGAIN = "eager again"
@@ -37,15 +35,7 @@ LASTING = 10
 """Steps that plan and captures stay as they are before the measurement begins."""
 TRIAL_OVER = 40
 """Replays after which graphs have been timed."""
-TOLD = (
-    "headline",
-    "running_plan",
-    "steps",
-    "steps_from_graphs",
-    "fallbacks",
-    "notes",
-    "first_replay_step",
-)
+TOLD = ("headline", "running_plan", "steps", "steps_from_graphs", "fallbacks", "notes", "first_replay_step")
 """What of the library's report is kept."""
 
 
@@ -248,13 +238,11 @@ def _time(kept: dict[str, Contender], found: dict[str, Row], args: argparse.Name
 def _timed(contender: Contender, steps: int) -> float:
     """Milliseconds a step, after one step that is not timed: before it, other processes or contenders ran."""
     contender.step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.get_device_module().synchronize()
     begun = time.perf_counter()
     for _ in range(steps):
         contender.step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.get_device_module().synchronize()
     return (time.perf_counter() - begun) / steps * 1e3
 
 

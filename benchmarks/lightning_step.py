@@ -94,6 +94,7 @@ class Measurement(pl.Callback):
         self.warmup, self.max_warmup = args.warmup, args.max_warmup
         self.windows, self.steps = args.windows, args.steps
         self.pygraph, self.busy, self.cuda = pygraph, busy, args.device == "cuda"
+        self.wait = torch.get_device_module(args.device).synchronize
         self.done = 0  # training steps so far
         self.timed_from: int | None = None
         self.steady = True
@@ -170,7 +171,7 @@ class Measurement(pl.Callback):
         return first is not None and self.done >= first + STEADY_STEPS
 
     def _start_timing(self) -> None:
-        self._synchronize()
+        self.wait()
         self._read_memory("warmup")
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -178,7 +179,7 @@ class Measurement(pl.Callback):
         self._border = time.perf_counter()
 
     def _end_window(self) -> None:
-        self._synchronize()
+        self.wait()
         now = time.perf_counter()
         self.windows_ms.append((now - self._border) / self.steps * 1e3)
         self._border = now
@@ -187,10 +188,6 @@ class Measurement(pl.Callback):
         self._final_loss = outputs["loss"].detach()
         trainer.should_stop = True
 
-    def _synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
     def _read_memory(self, when: str) -> None:
         if self.cuda:
             self.memory[f"reserved_{when}_mib"] = round(torch.cuda.max_memory_reserved() / MIB)
@@ -198,7 +195,7 @@ class Measurement(pl.Callback):
 
     def _read_busy(self) -> None:
         assert self._profile is not None
-        self._synchronize()
+        self.wait()
         self._profile.stop()
         work = [e for e in self._profile.events() if _is_device_work(e)]
         if work:  # none at all means that the profiler saw nothing, not that the GPU rested
@@ -222,26 +219,27 @@ def callback_of(mode: str, device: str) -> PyGraphCallback | None:
     return PyGraphCallback(compile=mode == "pygraph", engine="cuda" if device == "cuda" else "emulated")
 
 
-def train(module: TrainedModule, measurement: Measurement, args: argparse.Namespace, **options: Any) -> None:
-    """Fit in a Trainer with these further options, until the measurement ends it."""
+def train(module: TrainedModule, measurement: Measurement, args: argparse.Namespace) -> None:
+    """Fit in a Trainer, until the measurement ends it."""
     trainer = pl.Trainer(
         accelerator="gpu" if measurement.cuda else "cpu",
+        devices=1,
         precision="bf16-mixed",
         max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=False,
         callbacks=[c for c in (measurement.pygraph, measurement) if c is not None],
-        **options,
     )
     trainer.fit(module, DataLoader(CycledBatches(module.batches), batch_size=None))
 
 
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
-    row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
-    if row["skipped"]:
-        return row
+    row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": None}
+    if args.device == "cpu" and mode in COMPILE_OPTIONS:
+        return row | {"skipped": "needs CUDA: on a CPU it would be compared with an emulation"}
     cuda = args.device == "cuda"
     begin_anew(args.device)
     if cuda:
@@ -253,8 +251,7 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         workload = build(model, args.scale)
         pygraph = callback_of(mode, args.device)
         measurement = Measurement(args, pygraph, busy=cuda and mode in BUSY_MODES)
-        options = {"devices": 1, "enable_progress_bar": args.progress_bar}
-        train(TrainedModule(workload, mode), measurement, args, **options)
+        train(TrainedModule(workload, mode), measurement, args)
         row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
@@ -265,12 +262,6 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
             parts = [row.get(f"{kind}_{when}_mib", 0) for when in ("warmup", "after_warmup")]
             row[f"{kind}_whole_fit_mib"] = max(parts)
     return row
-
-
-def _skip_reason(mode: str, args: argparse.Namespace) -> str | None:
-    if args.device == "cpu" and mode in COMPILE_OPTIONS:
-        return "needs CUDA: on a CPU it would be compared with an emulation"
-    return None
 
 
 def _replay_facts(pygraph: PyGraphCallback) -> dict[str, Any]:
@@ -367,7 +358,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, help="least steps before timing (default: 60; CPU: 8)")
     parser.add_argument("--max-warmup", type=int, help="most steps before timing (default: 300; CPU: 60)")
     parser.add_argument("--timeout-s", type=int, default=600, help="limit of one model in one mode; 0: none")
-    parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
     args = parser.parse_args(argv)
     settle(parser, args, models=list(WORKLOADS), modes=MODES)
     settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))

@@ -21,7 +21,7 @@ import torch
 from benchmarks.command import NO_CLAIM, begin_anew, new_parser, new_record, settle, told_in
 from benchmarks.record import print_table, write_json
 from benchmarks.workloads import Training, build_training
-from pygraph_train import GraphedStep, PyGraphConfig
+from pygraph_train import GraphedStep
 
 MODELS = ("mlp", "bert", "gpt2", "mobilenetv3", "vit_small")
 COMPARED = 60
@@ -46,18 +46,8 @@ def main() -> None:
             row |= measure(model, args)
         rows.append(row)
         write_json(args.json, record)
-    shown = (
-        "model",
-        "plain_ms",
-        "ours_ms",
-        "plain_us",
-        "ours_us",
-        "first_replay_s",
-        "plain_mib",
-        "ours_mib",
-        "bits",
-        "error",
-    )
+    times = [f"{way}_{unit}" for unit in ("ms", "us") for way in ("plain", "ours")]
+    shown = ["model", *times, "first_replay_s", "plain_mib", "ours_mib", "bits", "error"]
     title = NO_CLAIM if args.scale == "tiny" else "Training step, each phase with its graph"
     print_table(title, shown, [[_cell(row.get(name)) for name in shown] for row in rows])
 
@@ -80,7 +70,8 @@ def _run(model: str, args: argparse.Namespace, *, ours: bool) -> tuple[dict[str,
     cuda = args.device == "cuda"
     begin_anew(args.device)
     training = build_training(model, args.scale, torch.device(args.device))
-    step, made = _ours(training, args) if ours else (_plain(training), None)
+    made = _ours(training, args) if ours else None
+    step = made or _plain(training)
     losses = [step(training.batches[n % len(training.batches)]).detach().clone() for n in range(COMPARED)]
     parameters = [p.detach().to("cpu", copy=True) for p in training.module.parameters()]
     found: dict[str, Any] = {
@@ -106,37 +97,31 @@ def _plain(training: Training) -> Callable[[Any], torch.Tensor]:
     return step
 
 
-def _ours(training: Training, args: argparse.Namespace) -> tuple[GraphedStep, GraphedStep]:
+def _ours(training: Training, args: argparse.Namespace) -> GraphedStep:
     engine = "cuda" if args.device == "cuda" else "emulated"
-    config = PyGraphConfig(engine=engine)
-    made = GraphedStep(training.loss, model=training.module, optimizer=training.optimizer, config=config)
-    return made, made
-
-
-def _wait(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
+    module, optimizer = training.module, training.optimizer
+    return GraphedStep(training.loss, model=module, optimizer=optimizer, engine=engine)
 
 
 def _loop_ms(step: Callable[[Any], Any], batches: list[Any], args: argparse.Namespace) -> float:
     """The median of five windows."""
-    windows = []
+    windows, wait = [], torch.get_device_module(args.device).synchronize
     for _ in range(5):
-        _wait(args)
+        wait()
         count, begun = 0, time.perf_counter()
         while time.perf_counter() - begun < args.seconds / 5 or count < 3:
             step(batches[count % len(batches)])
             count += 1
-        _wait(args)
+        wait()
         windows.append((time.perf_counter() - begun) / count * 1e3)
     return statistics.median(windows)
 
 
 def _host_us(step: Callable[[Any], Any], batches: list[Any], args: argparse.Namespace) -> float:
     """The median of the calls in bursts, which never wait for the device."""
-    times = []
+    times, wait = [], torch.get_device_module(args.device).synchronize
     for _ in range(20):
-        _wait(args)
+        wait()
         for n in range(BURST):
             begun = time.perf_counter()
             step(batches[n % len(batches)])

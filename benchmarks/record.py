@@ -18,20 +18,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["DASH", "environment", "print_table", "write_json"]
-
 DASH = "–"
 _PATH = re.compile(r"(?<![\w.])(?<!:/)/(?:[^\s/:'\",()]+/)+(?=[^\s/:'\",()]+)")
 
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, date, command and commit; None where something cannot be found out."""
-    cuda = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),

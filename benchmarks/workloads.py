@@ -12,16 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "WORKLOADS",
-    "Batch",
-    "Training",
-    "Workload",
-    "WorkloadUnavailable",
-    "build",
-    "build_training",
-]
-
 Batch = dict[str, torch.Tensor]
 Scale = Literal["full", "tiny"]
 BATCHES = 4

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.record import DASH
-
-__all__ = ["lines_of", "summarize"]
 
 Row = dict[str, Any]
 
@@ -159,4 +156,4 @@ def _share(count: int, of: int) -> float | None:
 
 def mean_of(values: Sequence[float]) -> float | None:
     """The geometric mean; None of nothing."""
-    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+    return statistics.geometric_mean(values) if values else None

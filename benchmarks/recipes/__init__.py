@@ -8,9 +8,9 @@ from __future__ import annotations
 
 _MODULES: dict[str, str] = {
     "with_transformers": "llama_lora llama_lora_checkpointing llama_lora_checkpointing_dropout llama_full "
-    "bert_padding sentence_pairs",
+    "bert_padding sentence_pairs dpo",
     "with_lightning": "nanogpt tabular resnet_metrics lstm_forecast graph_network dcgan",
-    "with_accelerate": "diffusion convnext_mixup",
+    "with_accelerate": "diffusion convnext_mixup detection",
     "with_fabric": "distillation",
     "plain": "ppo vit_backend speech_ctc",
 }

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.record import write_json
 
-__all__ = ["Run", "images", "padded", "texts"]
-
 WINDOWS = 20
 """So often in a run the clock waits for the device."""
 
@@ -70,8 +68,7 @@ class Run:
         }
 
     def _now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
+        torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
     def sized(self, full: T, tiny: T) -> T:

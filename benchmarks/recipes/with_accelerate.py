@@ -104,3 +104,35 @@ def convnext_mixup(run: Run) -> Any:
         schedule.step()
         run.step(loss)
     return getattr(accelerator, "pygraph", None)
+
+
+def detection(run: Run) -> Any:
+    """A small YOLOS, whose loss matches boxes on the host; each image has another number of them."""
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    accelerator = accelerator_of(run)
+    (width, layers, side), (count, batch) = run.sized(((192, 8, 256), (1000, 8)), ((64, 2, 32), (32, 4)))
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 4 * width}
+    sizes |= {"num_attention_heads": width // 64, "image_size": (side, side), "num_labels": 20}
+    model = YolosForObjectDetection(YolosConfig(**sizes))
+    data = []
+    for boxes in torch.randint(1, 16, (count,)).tolist():
+        labels = {"class_labels": torch.randint(20, (boxes,)), "boxes": 0.3 + 0.4 * torch.rand(boxes, 4)}
+        data.append((torch.randn(3, side, side), labels))
+
+    def collate(rows: Any) -> dict[str, Any]:
+        pictures, labels = zip(*rows, strict=True)
+        return {"pixel_values": torch.stack(pictures), "labels": list(labels)}
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
+    prepared = accelerator.prepare(model, optimizer, run.loader(data, batch, collate_fn=collate), schedule)
+    model, optimizer, loader, schedule = prepared
+    for rows in run.batches(loader):
+        loss = model(**rows).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        run.step(loss)
+    return getattr(accelerator, "pygraph", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,19 @@ from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback
 
 
 def train(
-    run: Run, model: Any, data: Any, collate: Any, batch: int, stock: Any = None, **options: Any
+    run: Run,
+    model: Any,
+    data: Any,
+    collate: Any,
+    batch: int,
+    stock: Any = None,
+    config: Any = hf.TrainingArguments,
+    **options: Any,
 ) -> Any:
     """What each script ends with: `PyGraphTrainer`, or the Trainer `stock` with `PyGraphTrainerCallback()`."""
     callbacks = [PyGraphTrainerCallback(**run.options)] if run.ours and stock else []
-    more = {"pygraph": PyGraphConfig(**run.options)} if run.ours and not stock else {}
+    given = {"model": model, "data_collator": collate, "train_dataset": data}
+    given |= {"pygraph": PyGraphConfig(**run.options)} if run.ours and not stock else {}
     made = stock or (PyGraphTrainer if run.ours else hf.Trainer)
     options |= {"per_device_train_batch_size": run.sized(batch, 2), "max_steps": run.steps, "bf16": True}
     options |= {"logging_steps": min(10, run.steps), "disable_tqdm": True, "report_to": "none"}
@@ -32,8 +41,7 @@ def train(
             run.step()
 
     with tempfile.TemporaryDirectory() as folder:
-        args = hf.TrainingArguments(folder, **options)
-        trainer = made(model, args, collate, data, callbacks=[Ticks(), *callbacks], **more)
+        trainer = made(args=config(folder, **options), callbacks=[Ticks(), *callbacks], **given)
         trainer.train()
     run.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return callbacks[0] if callbacks else trainer
@@ -52,13 +60,20 @@ def packed(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": torch.stack(rows), "labels": torch.stack(rows)}
 
 
+def lora(dropout: float) -> Any:
+    """The adapter of PEFT's documents."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, task_type="CAUSAL_LM")
+
+
 def llama_lora(run: Run, dropout: float = 0.05, **more: Any) -> Any:
     """LoRA fine-tuning of a small Llama, two micro-batches a step."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     base = llama(run, 1024, 4)
     base.enable_input_require_grads()
-    model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, task_type="CAUSAL_LM"))
+    model = get_peft_model(base, lora(dropout))
     data = list(torch.randint(base.config.vocab_size, run.sized((2000, 512), (64, 16))))
     more |= {"gradient_accumulation_steps": 2, "learning_rate": 2e-4, "lr_scheduler_type": "cosine"}
     return train(run, model, data, packed, 4, warmup_steps=10, **more)
@@ -100,20 +115,28 @@ def bert_padding(run: Run) -> Any:
     return train(run, model, texts(count, model.config.vocab_size, longest), collate, 16, hf.Trainer)
 
 
-def sentence_pairs(run: Run) -> Any:
-    """sentence-transformers' contrastive loss, two forwards of one model, in a Trainer as is theirs."""
-    from sentence_transformers import SentenceTransformer, losses, models
+def words(vocabulary: int, count: int, longest: int) -> tuple[hf.PreTrainedTokenizerFast, list[str]]:
+    """Random texts in words, and the tokenizer of these words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
+    known = {"[PAD]": 0, "[UNK]": 1, "[EOS]": 2} | {f"w{n}": n for n in range(3, vocabulary)}
+    made = Tokenizer(WordLevel(known, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", eos_token="[EOS]")
+    return fast, [" ".join(f"w{n}" for n in text.tolist()) for text in texts(count, vocabulary, longest)]
+
+
+def sentence_pairs(run: Run) -> Any:
+    """sentence-transformers' contrastive loss, two forwards of one model, in a Trainer as is theirs."""
+    from sentence_transformers import SentenceTransformer, losses, models
+
     config = bert(run, 384)
-    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{n}": n for n in range(2, config.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
     with tempfile.TemporaryDirectory() as folder:
         hf.BertModel(config).save_pretrained(folder)
-        hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+        tokenizer, lines = words(config.vocab_size, *run.sized((16000, 64), (128, 12)))
+        tokenizer.save_pretrained(folder)
         parts = [models.Transformer(folder), models.Pooling(config.hidden_size)]
     model = SentenceTransformer(modules=parts, device=run.device)
 
@@ -128,7 +151,17 @@ def sentence_pairs(run: Run) -> Any:
         anchors, positives = zip(*rows, strict=True)
         return {"anchor": model.tokenize(list(anchors)), "positive": model.tokenize(list(positives))}
 
-    count, longest = run.sized((16000, 64), (128, 12))
-    lines = [" ".join(f"w{n}" for n in text.tolist()) for text in texts(count, config.vocab_size, longest)]
     pairs = list(zip(lines[::2], lines[1::2], strict=True))
     return train(run, model, pairs, tokenized, 32, PairTrainer, learning_rate=2e-5)
+
+
+def dpo(run: Run) -> Any:
+    """TRL's preference optimization: the policy is a LoRA adapter, and the reference the model without it."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    model = llama(run, 1024, 3)
+    tokenizer, lines = words(model.config.vocab_size, *run.sized((12000, 128), (192, 12)))
+    data = Dataset.from_dict({"prompt": lines[::3], "chosen": lines[1::3], "rejected": lines[2::3]})
+    trainer = partial(DPOTrainer, processing_class=tokenizer, peft_config=lora(0.05))
+    return train(run, model, data, None, 8, trainer, DPOConfig, learning_rate=1e-4)

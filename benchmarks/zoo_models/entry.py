@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FULL", "TINY", "Entry", "NotInstalled", "Parts", "Size", "entry", "ids", "package", "seed"]
-
 
 class NotInstalled(RuntimeError):
     """An entry needs a package that cannot be imported."""

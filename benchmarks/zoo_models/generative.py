@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry
 from benchmarks.zoo_models.physics import layers
 
-__all__ = ["ENTRIES"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []
@@ -80,16 +78,13 @@ def _denoising_loss(net: nn.Module, x: Tensor, left_at: Tensor) -> Tensor:
 
 @entry(ENTRIES, "generative", "diffusion U-Net", compiled=True)
 def _diffusion(size: Size) -> Parts:
-    class Diffusion(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = _UNet(size.width // 4)
-            self.register_buffer("left", _noise_left())
+    model = nn.ModuleDict({"net": _UNet(size.width // 4)}).train()
+    model.register_buffer("left", _noise_left())
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         return _denoising_loss(model.net, batch["x"], model.left)
 
-    return Parts(Diffusion().train(), lambda: _images(size), loss_of)
+    return Parts(model, lambda: _images(size), loss_of)
 
 
 @entry(ENTRIES, "generative", "diffusion, schedule on the CPU")
@@ -192,10 +187,7 @@ def _spline(size: Size) -> Parts:
 
 @entry(ENTRIES, "generative", "VAE", compiled=True)
 def _vae(size: Size) -> Parts:
-    class Autoencoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = layers(256, size, 32), layers(16, size, 256)
+    model = nn.ModuleDict({"encoder": layers(256, size, 32), "decoder": layers(16, size, 256)}).train()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         mean, spread = model.encoder(batch["x"]).chunk(2, -1)
@@ -203,16 +195,13 @@ def _vae(size: Size) -> Parts:
         found = F.binary_cross_entropy_with_logits(model.decoder(drawn), batch["x"], reduction="sum")
         return (found - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()) / len(mean)
 
-    return Parts(Autoencoder().train(), lambda: {"x": torch.rand(8 * size.batch, 256)}, loss_of)
+    return Parts(model, lambda: {"x": torch.rand(8 * size.batch, 256)}, loss_of)
 
 
 @entry(ENTRIES, "generative", "VQ-VAE")
 def _quantized(size: Size) -> Parts:
-    class Quantized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = layers(256, size, 16), layers(16, size, 256)
-            self.codes = nn.Embedding(64, 16)
+    coders = {"encoder": layers(256, size, 16), "decoder": layers(16, size, 256)}
+    model = nn.ModuleDict(coders | {"codes": nn.Embedding(64, 16)}).train()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         found = model.encoder(batch["x"])
@@ -221,7 +210,7 @@ def _quantized(size: Size) -> Parts:
         commitment = F.mse_loss(found, code.detach()) * 0.25 + F.mse_loss(code, found.detach())
         return F.mse_loss(model.decoder(straight), batch["x"]) + commitment
 
-    return Parts(Quantized().train(), lambda: {"x": torch.rand(8 * size.batch, 256)}, loss_of)
+    return Parts(model, lambda: {"x": torch.rand(8 * size.batch, 256)}, loss_of)
 
 
 def _critic(size: Size, norm: bool = False) -> nn.Sequential:
@@ -253,6 +242,7 @@ def _generator(size: Size) -> nn.Sequential:
 
 
 def _adversarial(name: str, *, norm: bool = False, compiled: bool = False) -> None:
+    @entry(ENTRIES, "generative", name, compiled=compiled)
     def build(size: Size) -> Parts:
         model = nn.ModuleDict({"critic": _critic(size, norm), "generator": _generator(size)}).train()
         model["generator"].requires_grad_(False)
@@ -265,8 +255,6 @@ def _adversarial(name: str, *, norm: bool = False, compiled: bool = False) -> No
             return F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
 
         return Parts(model, lambda: _images(size), loss_of)
-
-    ENTRIES.append(Entry(name, "generative", build, compiled))
 
 
 _adversarial("DCGAN, discriminator", compiled=True)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, package
 
-__all__ = ["ENTRIES"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []
@@ -52,12 +50,11 @@ def _widths(size: Size) -> list[tuple[int, int]]:
 
 
 def _geometric(name: str, layer: str, *, compiled: bool = False, **options: Any) -> None:
+    @entry(ENTRIES, "graphs", name, compiled=compiled)
     def build(size: Size) -> Parts:
         kind = getattr(package("torch_geometric.nn"), layer)
         layers = [kind(a, b, **options) for a, b in _widths(size)]
         return Parts(_Layers(layers).train(), lambda: _graph(size), _node_loss)
-
-    ENTRIES.append(Entry(name, "graphs", build, compiled))
 
 
 _geometric("GCN", "GCNConv", compiled=True)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 from benchmarks.zoo_models.physics import layers
 
-__all__ = ["ENTRIES"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []
@@ -36,12 +34,9 @@ def _simclr(size: Size) -> Parts:
 
 @entry(ENTRIES, "contrastive and metric", "MoCo with a queue")
 def _moco(size: Size) -> Parts:
-    class Learner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key = layers(128, size, 64), layers(128, size, 64)
-            self.key.requires_grad_(False)
-            self.register_buffer("queue", F.normalize(torch.randn(512, 64), dim=-1))
+    model = nn.ModuleDict({name: layers(128, size, 64) for name in ("query", "key")}).train()
+    model.key.requires_grad_(False)
+    model.register_buffer("queue", F.normalize(torch.randn(512, 64), dim=-1))
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         query = F.normalize(model.query(batch["a"]), dim=-1)
@@ -54,7 +49,7 @@ def _moco(size: Size) -> Parts:
             scores / 0.07, torch.zeros(len(scores), dtype=torch.long, device=scores.device)
         )
 
-    return Parts(Learner().train(), lambda: _views(size), loss_of)
+    return Parts(model, lambda: _views(size), loss_of)
 
 
 def _classes(size: Size) -> Batch:
@@ -86,12 +81,10 @@ def _picked(size: Size) -> Parts:
     return Parts(layers(128, size, 64).train(), lambda: _classes(size), loss_of)
 
 
-class _Experts(nn.Module):
-    def __init__(self, size: Size, count: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(size.width, count)
-        self.experts = nn.ModuleList(layers(size.width, size, size.width) for _ in range(count))
-        self.head = nn.Linear(size.width, 1)
+def _experts(size: Size) -> nn.ModuleDict:
+    gate = nn.Linear(size.width, 4)
+    experts = nn.ModuleList(layers(size.width, size, size.width) for _ in range(4))
+    return nn.ModuleDict({"gate": gate, "experts": experts, "head": nn.Linear(size.width, 1)}).train()
 
 
 def _rows(size: Size) -> Batch:
@@ -109,7 +102,7 @@ def _routed(size: Size) -> Parts:
             found = found.index_add(0, row, expert(x[row]) * weights[row, place, None])
         return F.mse_loss(model.head(found).squeeze(-1), batch["y"])
 
-    return Parts(_Experts(size).train(), lambda: _rows(size), loss_of)
+    return Parts(_experts(size), lambda: _rows(size), loss_of)
 
 
 @entry(ENTRIES, "experts and recommendation", "mixture of experts, dense", compiled=True)
@@ -119,7 +112,7 @@ def _dense(size: Size) -> Parts:
         found = torch.stack([expert(batch["x"]) for expert in model.experts], 1)
         return F.mse_loss(model.head((weights[..., None] * found).sum(1)).squeeze(-1), batch["y"])
 
-    return Parts(_Experts(size).train(), lambda: _rows(size), loss_of)
+    return Parts(_experts(size), lambda: _rows(size), loss_of)
 
 
 @entry(ENTRIES, "experts and recommendation", "DLRM", compiled=True)

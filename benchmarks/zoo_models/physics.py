@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry
 
-__all__ = ["ENTRIES", "layers"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []

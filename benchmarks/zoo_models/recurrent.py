@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 
-__all__ = ["ENTRIES"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []
@@ -38,10 +36,9 @@ class _Recurrent(nn.Module):
 
 
 def _recurrent(name: str, kind: type[nn.RNNBase], *, both: bool = False, compiled: bool = False) -> None:
+    @entry(ENTRIES, "recurrent", name, compiled=compiled)
     def build(size: Size) -> Parts:
         return Parts(_Recurrent(kind, size, both=both).train(), lambda: _tokens(size), _token_loss)
-
-    ENTRIES.append(Entry(name, "recurrent", build, compiled))
 
 
 _recurrent("LSTM", nn.LSTM, compiled=True)

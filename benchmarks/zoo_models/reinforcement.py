@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,8 +12,6 @@ from torch.distributions import Categorical, Normal
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry
 from benchmarks.zoo_models.physics import layers
 
-__all__ = ["ENTRIES"]
-
 Batch = dict[str, Tensor]
 
 ENTRIES: list[Entry] = []
@@ -19,10 +19,9 @@ ENTRIES: list[Entry] = []
 STATE, ACTIONS = 16, 4
 
 
-class _ActorCritic(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.actor, self.critic = layers(STATE, size, ACTIONS, nn.Tanh), layers(STATE, size, 1, nn.Tanh)
+def _actor_critic(size: Size) -> nn.ModuleDict:
+    outputs = {"actor": ACTIONS, "critic": 1}
+    return nn.ModuleDict({name: layers(STATE, size, n, nn.Tanh) for name, n in outputs.items()}).train()
 
 
 def _experience(size: Size) -> Batch:
@@ -50,22 +49,17 @@ def _ppo(size: Size) -> Parts:
         value = model.critic(batch["state"]).squeeze(-1)
         return 0.5 * (value - batch["value"]).square().mean() - gain - 0.01 * policy.entropy().mean()
 
-    return Parts(_ActorCritic(size).train(), lambda: _experience(size), loss_of)
+    return Parts(_actor_critic(size), lambda: _experience(size), loss_of)
 
 
-class _WithTarget(nn.Module):
+def _with_target(size: Size) -> nn.ModuleDict:
     """A network, and a copy of it that is not trained."""
-
-    def __init__(self, net: nn.Module, target: nn.Module) -> None:
-        super().__init__()
-        self.net, self.target = net, target.requires_grad_(False)
-        self.target.load_state_dict(self.net.state_dict())
+    net = layers(STATE, size, ACTIONS)
+    return nn.ModuleDict({"net": net, "target": copy.deepcopy(net).requires_grad_(False)}).train()
 
 
 @entry(ENTRIES, "reinforcement learning", "DQN, double", compiled=True)
 def _dqn(size: Size) -> Parts:
-    model = _WithTarget(layers(STATE, size, ACTIONS), layers(STATE, size, ACTIONS)).train()
-
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         value = model.net(batch["state"]).gather(1, batch["choice"][:, None]).squeeze(1)
         with torch.no_grad():
@@ -74,13 +68,11 @@ def _dqn(size: Size) -> Parts:
             target = batch["reward"] + 0.99 * (1 - batch["done"]) * later
         return F.smooth_l1_loss(value, target)
 
-    return Parts(model, lambda: _experience(size), loss_of)
+    return Parts(_with_target(size), lambda: _experience(size), loss_of)
 
 
 @entry(ENTRIES, "reinforcement learning", "DQN, target in the step")
 def _soft_target(size: Size) -> Parts:
-    model = _WithTarget(layers(STATE, size, ACTIONS), layers(STATE, size, ACTIONS)).train()
-
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         with torch.no_grad():
             for slow, fast in zip(model.target.parameters(), model.net.parameters(), strict=True):
@@ -89,16 +81,14 @@ def _soft_target(size: Size) -> Parts:
         value = model.net(batch["state"]).gather(1, batch["choice"][:, None]).squeeze(1)
         return F.smooth_l1_loss(value, batch["reward"] + 0.99 * (1 - batch["done"]) * later)
 
-    return Parts(model, lambda: _experience(size), loss_of)
+    return Parts(_with_target(size), lambda: _experience(size), loss_of)
 
 
 @entry(ENTRIES, "reinforcement learning", "SAC, actor", compiled=True)
 def _sac_actor(size: Size) -> Parts:
-    class Actor(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor = layers(STATE, size, 2 * ACTIONS)
-            self.critic = layers(STATE + ACTIONS, size, 1).requires_grad_(False)
+    nets = {"actor": layers(STATE, size, 2 * ACTIONS), "critic": layers(STATE + ACTIONS, size, 1)}
+    model = nn.ModuleDict(nets).train()
+    model.critic.requires_grad_(False)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         mean, spread = model.actor(batch["state"]).chunk(2, -1)
@@ -109,7 +99,7 @@ def _sac_actor(size: Size) -> Parts:
         value = model.critic(torch.cat([batch["state"], action], -1)).squeeze(-1)
         return (0.2 * log_prob - value).mean()
 
-    return Parts(Actor().train(), lambda: _experience(size), loss_of)
+    return Parts(model, lambda: _experience(size), loss_of)
 
 
 @entry(ENTRIES, "reinforcement learning", "REINFORCE with discounted returns")
@@ -125,4 +115,4 @@ def _reinforce(size: Size) -> Parts:
         choices = batch["choice"].view(size.batch, -1)[:, : gains.shape[1]]
         return -(Categorical(logits=model.actor(states)).log_prob(choices) * gains).mean()
 
-    return Parts(_ActorCritic(size).train(), lambda: _experience(size), loss_of)
+    return Parts(_actor_critic(size), lambda: _experience(size), loss_of)

@@ -10,8 +10,6 @@ import torch
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 from benchmarks.zoo_models.transformers_text import library_model, loss_of_result, sizes
 
-__all__ = ["ENTRIES"]
-
 Options = dict[str, Any]
 
 ENTRIES: list[Entry] = []
@@ -22,32 +20,34 @@ def _t5(size: Size) -> Options:
     return sizes("d_model", "num_layers", "num_heads", "d_ff", "")(size) | own
 
 
+def _both(before: str = "", **options: int) -> Options:
+    """These options of the encoder, and of the decoder."""
+    parts = [f"{before}{part}" for part in ("encoder", "decoder")]
+    return {f"{part}_{name}": value for name, value in options.items() for part in parts}
+
+
 def _bart(size: Size) -> Options:
-    layers = {f"{part}_layers": size.depth for part in ("encoder", "decoder")}
-    heads = {f"{part}_attention_heads": size.heads for part in ("encoder", "decoder")}
-    inner = {f"{part}_ffn_dim": 2 * size.width for part in ("encoder", "decoder")}
+    layers = _both(layers=size.depth, attention_heads=size.heads, ffn_dim=2 * size.width)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     sizes = {"d_model": size.width, "max_position_embeddings": 2 * size.length}
-    return {"vocab_size": size.vocabulary, **layers, **heads, **inner, **tokens, **sizes}
+    return {"vocab_size": size.vocabulary, **layers, **tokens, **sizes}
 
 
 def _led(size: Size) -> Options:
     found = _bart(size)
-    longest = found.pop("max_position_embeddings")
-    lengths = {f"max_{part}_position_embeddings": longest for part in ("encoder", "decoder")}
+    lengths = _both("max_", position_embeddings=found.pop("max_position_embeddings"))
     return {**found, **lengths, "attention_window": size.length // 4}
 
 
 def _translation(
     name: str, model: str, options: Callable[[Size], Options], *, compiled: bool = False, **more: Any
 ) -> None:
+    @entry(ENTRIES, "transformers: sequences", name, compiled=compiled)
     def build(size: Size) -> Parts:
         def make_batch() -> Options:
             return {"input_ids": ids(size), "labels": ids(size, length=size.length // 2)}
 
         return Parts(library_model(model, **options(size), **more), make_batch, loss_of_result)
-
-    ENTRIES.append(Entry(name, "transformers: sequences", build, compiled))
 
 
 _translation("T5", "T5ForConditionalGeneration", _t5, compiled=True)
@@ -89,6 +89,7 @@ def _whisper(size: Size) -> Parts:
 def _wave(name: str, model: str, *, compiled: bool = False, **more: Any) -> None:
     """A network that reads samples of sound, with the loss of Connectionist Temporal Classification."""
 
+    @entry(ENTRIES, "transformers: speech", name, compiled=compiled)
     def build(size: Size) -> Parts:
         options = {
             **sizes(length="")(size),
@@ -112,8 +113,6 @@ def _wave(name: str, model: str, *, compiled: bool = False, **more: Any) -> None
 
         return Parts(net, make_batch, loss_of_result)
 
-    ENTRIES.append(Entry(name, "transformers: speech", build, compiled))
-
 
 _wave("wav2vec2", "Wav2Vec2ForCTC", layerdrop=0.0)
 _wave("wav2vec2, LayerDrop and masks in time", "Wav2Vec2ForCTC", layerdrop=0.1, mask_time_prob=0.3)
@@ -127,6 +126,7 @@ _wave(
 
 
 def _forecast(name: str, model: str, *, compiled: bool = False, **more: Any) -> None:
+    @entry(ENTRIES, "transformers: time series", name, compiled=compiled)
     def build(size: Size) -> Parts:
         past, future = size.length, size.length // 4
         net = library_model(
@@ -138,12 +138,7 @@ def _forecast(name: str, model: str, *, compiled: bool = False, **more: Any) -> 
             num_static_categorical_features=0,
             num_static_real_features=0,
             d_model=size.width,
-            encoder_layers=size.depth,
-            decoder_layers=size.depth,
-            encoder_attention_heads=size.heads,
-            decoder_attention_heads=size.heads,
-            encoder_ffn_dim=size.width,
-            decoder_ffn_dim=size.width,
+            **_both(layers=size.depth, attention_heads=size.heads, ffn_dim=size.width),
             **more,
         )
 
@@ -158,8 +153,6 @@ def _forecast(name: str, model: str, *, compiled: bool = False, **more: Any) -> 
             }
 
         return Parts(net, make_batch, loss_of_result)
-
-    ENTRIES.append(Entry(name, "transformers: time series", build, compiled))
 
 
 _forecast("time series transformer", "TimeSeriesTransformerForPrediction", compiled=True)

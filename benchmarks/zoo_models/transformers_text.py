@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, NotInstalled, Parts, Size, ids, package
 
-__all__ = ["ENTRIES", "library_model", "loss_of_result", "sizes"]
-
 Options = dict[str, Any]
 
 

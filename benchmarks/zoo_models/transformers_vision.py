@@ -11,8 +11,6 @@ from torch import Tensor
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 from benchmarks.zoo_models.transformers_text import library_model, loss_of_result, sizes
 
-__all__ = ["ENTRIES"]
-
 Options = dict[str, Any]
 
 ENTRIES: list[Entry] = []
@@ -59,21 +57,15 @@ def _segformer(size: Size) -> Options:
 
 
 def _classifier(
-    name: str,
-    model: str,
-    options: Callable[[Size], Options],
-    *,
-    compiled: bool = False,
-    **more: Any,
+    name: str, model: str, options: Callable[[Size], Options], *, compiled: bool = False, **more: Any
 ) -> None:
+    @entry(ENTRIES, "transformers: vision", name, compiled=compiled)
     def build(size: Size) -> Parts:
         def make_batch() -> Options:
             return {"pixel_values": _images(size), "labels": torch.randint(0, 10, (size.batch,))}
 
         net = library_model(model, num_labels=10, **{**options(size), **more})
         return Parts(net, make_batch, loss_of_result)
-
-    ENTRIES.append(Entry(name, "transformers: vision", build, compiled))
 
 
 _classifier("ViT", "ViTForImageClassification", _vit, compiled=True)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, package
 
-__all__ = ["ENTRIES"]
-
 ENTRIES: list[Entry] = []
 
 
@@ -26,12 +24,11 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def _timm(name: str, *, side: int = 64, compiled: bool = False, family: str = "timm", **options: Any) -> None:
+def _timm(name: str, *, side: int = 64, compiled: bool = False, **options: Any) -> None:
+    @entry(ENTRIES, "timm", name, compiled=compiled)
     def build(size: Size) -> Parts:
         model = package("timm").create_model(name, pretrained=False, num_classes=10, **options).train()
         return Parts(model, lambda: _labelled(size, side), _loss)
-
-    ENTRIES.append(Entry(name, family, build, compiled))
 
 
 _timm("resnet18", compiled=True)
@@ -78,15 +75,10 @@ _timm("eva02_tiny_patch14_224", side=56, img_size=56, depth=4)
 
 
 def _torchvision(name: str, *, side: int = 64, compiled: bool = False, **options: Any) -> None:
+    @entry(ENTRIES, "torchvision", f"{name} of torchvision", compiled=compiled)
     def build(size: Size) -> Parts:
-        make = getattr(package("torchvision.models"), name)
-        return Parts(
-            make(weights=None, num_classes=10, **options).train(),
-            lambda: _labelled(size, side),
-            _loss,
-        )
-
-    ENTRIES.append(Entry(f"{name} of torchvision", "torchvision", build, compiled))
+        model = getattr(package("torchvision.models"), name)(weights=None, num_classes=10, **options).train()
+        return Parts(model, lambda: _labelled(size, side), _loss)
 
 
 _torchvision("resnet18", compiled=True)
@@ -100,6 +92,7 @@ _torchvision("maxvit_t", side=224)
 
 
 def _segmentation(name: str, **options: Any) -> None:
+    @entry(ENTRIES, "torchvision", name)
     def build(size: Size) -> Parts:
         make = getattr(package("torchvision.models.segmentation"), name)
         model = make(weights=None, weights_backbone=None, num_classes=5, **options).train()
@@ -113,8 +106,6 @@ def _segmentation(name: str, **options: Any) -> None:
 
         return Parts(model, make_batch, loss_of)
 
-    ENTRIES.append(Entry(name, "torchvision", build))
-
 
 _segmentation("fcn_resnet50")
 _segmentation("deeplabv3_mobilenet_v3_large")
@@ -122,6 +113,7 @@ _segmentation("lraspp_mobilenet_v3_large")
 
 
 def _detection(name: str) -> None:
+    @entry(ENTRIES, "torchvision: detection", name)
     def build(size: Size) -> Parts:
         make = getattr(package("torchvision.models.detection"), name)
         side = 2 * size.image
@@ -144,8 +136,6 @@ def _detection(name: str) -> None:
 
         return Parts(model, make_batch, loss_of)
 
-    ENTRIES.append(Entry(name, "torchvision: detection", build))
-
 
 _detection("fasterrcnn_mobilenet_v3_large_320_fpn")
 _detection("retinanet_resnet50_fpn")
@@ -154,8 +144,7 @@ _detection("ssdlite320_mobilenet_v3_large")
 
 @entry(ENTRIES, "torchvision", "video ResNet")
 def _video(size: Size) -> Parts:
-    make = package("torchvision.models.video").r3d_18
-    model = make(weights=None, num_classes=10).train()
+    model = package("torchvision.models.video").r3d_18(weights=None, num_classes=10).train()
 
     def make_batch() -> dict[str, Tensor]:
         return {"x": torch.randn(2, 3, 8, 32, 32), "y": torch.randint(0, 10, (2,))}
