@@ -13,7 +13,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,6 @@ class OptimizerPreparation:
         self._compacted: set[int] = set()
         self._param_sets: dict[bytes, tuple[int, tuple[Tensor, ...]]] = {}
         self._rates: list[LearningRate] = []
-        self._user_rates: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._class = supported_class(optimizer)
         if self._class is None:
@@ -237,7 +236,6 @@ class OptimizerPreparation:
         self._depth += 1
         try:
             self._swap_in(groups)
-            self._copy_rates()
             yield
         finally:
             self._depth -= 1
@@ -281,13 +279,12 @@ class OptimizerPreparation:
         self._fill_rates()
         groups = groups or self._look(self.hyperparameters())
         self._move_host_state(groups)
-        stands_in = any(rate.stand_in is not None for rate in self._rates)  # perhaps only now
-        self._entered = self.hyperparameters() if stands_in else groups.baked
+        self._entered = groups.baked
         for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
             changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
-            if self._class is not Rprop and (standing := rate.of(group["lr"])) is not group["lr"]:
-                changes["lr"] = standing
+            if self._class is not Rprop and not isinstance(group["lr"], Tensor):
+                changes["lr"] = rate.tensor
             for key, value in changes.items():
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
@@ -297,12 +294,6 @@ class OptimizerPreparation:
     def _swap_out(self) -> None:
         saved, self._saved = self._saved, []
         for group, key, value in reversed(saved):
-            if key == "lr":
-                found = group["lr"]
-                rate = next((r for r in self._rates if found is r.tensor or found is r.stand_in), None)
-                if rate is None or not isinstance(found, Tensor):
-                    continue  # assigned anew meanwhile: that value is the user's
-                value = rate.user_value(found, value)
             if value is _MISSING:
                 group.pop(key, None)
             else:
@@ -316,21 +307,14 @@ class OptimizerPreparation:
         if self._class is None:
             return
         self._fill_rates()
-        self._copy_rates()
         count_optimizer_step(self._optimizer)
-
-    def _copy_rates(self) -> None:
-        for rate in self._rates:
-            if rate.stand_in is not None:
-                rate.copy()
 
     def _fill_rates(self) -> None:
         groups = self._optimizer.param_groups
         if len(groups) != len(self._rates):
             self._make_rates()
         for group, rate in zip(groups, self._rates, strict=True):
-            lr = group["lr"]
-            if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
+            if (lr := group["lr"]) is not rate.seen:
                 rate.set(lr)
 
     def _before_step(self) -> None:
@@ -404,16 +388,10 @@ class OptimizerPreparation:
             tuple(chain.from_iterable(self._step_hooks)) if any(self._step_hooks) else (),
             optimizer_step_override(self._optimizer),
         ]
-        for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
-            if group is None:
-                break
+        for group in self._optimizer.param_groups:
             baked.append(self._parameter_set(group["params"]))
             lr = group["lr"]
-            if isinstance(lr, Tensor) and (rate is None or rate.stand_in is None):
-                self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
-                baked.append((id(lr), lr.data_ptr()))
-            else:
-                baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
+            baked.append((lr.data_ptr(), lr.dtype) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
         if list in map(type, baked):  # its owner may change it in place
             baked = [tuple(value) if type(value) is list else value for value in baked]
@@ -483,7 +461,7 @@ class OptimizerPreparation:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
         return Problem(
             "the optimizer runs outside of graphs: a hyperparameter other than the learning rate, or the memory of "
-            "the optimizer's state, changes again and again",
+            "a learning rate or of the optimizer's state, changes again and again",
             fix=advice_on_numbers(self._optimizer),
         )
 

@@ -192,21 +192,6 @@ def test_prepared_nests() -> None:
     assert type(optimizer.param_groups[0]["lr"]) is float
 
 
-@pytest.mark.parametrize("assign", [True, False])
-def test_learning_rate_set_inside_prepared_is_kept(assign: bool) -> None:
-    _, optimizer = two_groups(FUSED_CPU["adamw"])
-    prep = OptimizerPreparation(optimizer, emulated=True)
-    with prep.prepared():
-        if assign:
-            optimizer.param_groups[0]["lr"] = 0.25
-        else:
-            optimizer.param_groups[0]["lr"].fill_(0.25)  # what a scheduler does with a tensor
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert type(optimizer.param_groups[0]["lr"]) is float
-    with prep.prepared():
-        assert optimizer.param_groups[0]["lr"].item() == 0.25
-
-
 def test_sync_fills_the_same_tensor_and_only_when_the_rate_changed() -> None:
     _, optimizer = two_groups(FUSED_CPU["adamw"])
     prep = OptimizerPreparation(optimizer, emulated=True)
