@@ -423,13 +423,11 @@ class _LightningProgram(StepProgram):
 
     def running_through(self, call: Call) -> AbstractContextManager[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
-        if call is plain_call and self._preparation is None:
-            return nullcontext()
         if call is plain_call:
-            return self.instead_of_training_step(self._plain_training_step)
+            return nullcontext()
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with self.as_outside(), self._precision.train_step_context():
+            with self._precision.train_step_context():
                 recorder = self._recorder
                 recorder.records.clear()  # of a step that raised
                 with standing_in([(self.model, "log", recorder)]), self.replication.around():
@@ -453,9 +451,8 @@ class _LightningProgram(StepProgram):
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
-        with self.as_outside():
-            executes(STEP)
-            return type(strategy).training_step(strategy, *args, **kwargs)
+        executes(STEP)
+        return type(strategy).training_step(strategy, *args, **kwargs)
 
     def instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
         """On the strategy, not on the module: attributes of the module are guarded."""
@@ -487,7 +484,6 @@ class _LightningProgram(StepProgram):
         return between, self.scaling.step if clips else self._whole_update
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        self._preparation = preparation
         if not self.scaling.on:
             return None
         for hook in ("on_before_optimizer_step", *CLIPPING):

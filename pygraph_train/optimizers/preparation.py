@@ -91,9 +91,7 @@ class OptimizerPreparation:
         self._emulated = emulated
         self._closed = self._numbers_stay = False
         self._sparse = False
-        self._depth = 0
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
-        self._entered: tuple[Any, ...] = ()
         self._groups: _Groups | None = None  # as the last `prepared()` found them
         self._moved: tuple[_Groups, bytes, list[Tensor]] | None = None
         self._remembered: list[Any] | None = None
@@ -227,18 +225,16 @@ class OptimizerPreparation:
         """Inside, `optimizer.step()` runs its capturable kernels; the user's values return on exit.
 
         Enter it before a capture, not inside one: learning rates that changed are copied on entry.
-        Does nothing when there is a `reason`.
+        Does nothing when there is a `reason`. No code of the user runs inside of it.
         """
-        groups = None if self._depth else self._without_reason()
+        groups = self._without_reason()
         if groups is None:
             yield
             return
-        self._depth += 1
         try:
             self._swap_in(groups)
             yield
         finally:
-            self._depth -= 1
             self._swap_out()
 
     def _without_reason(self) -> _Groups | None:
@@ -266,20 +262,19 @@ class OptimizerPreparation:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside `prepared()`: code that is not ours meets what it would meet outside."""
-        if not self._saved:
+        groups = self._groups
+        if not self._saved or groups is None:
             yield
             return
         self._swap_out()
         try:
             yield
         finally:
-            self._swap_in()
+            self._swap_in(groups)
 
-    def _swap_in(self, groups: _Groups | None = None) -> None:
+    def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
-        groups = groups or self._look(self.hyperparameters())
         self._move_host_state(groups)
-        self._entered = groups.baked
         for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
             changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
@@ -380,10 +375,6 @@ class OptimizerPreparation:
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """What a capture bakes in: per group its parameters and all values but a Python lr; step hooks."""
-        if self._saved:
-            return self._entered
-        if self._class is None:
-            return ()
         baked: list[Any] = [
             tuple(chain.from_iterable(self._step_hooks)) if any(self._step_hooks) else (),
             optimizer_step_override(self._optimizer),
@@ -470,7 +461,6 @@ class OptimizerPreparation:
         if self._closed:
             return
         self._closed = True
-        self._depth = 0
         self._swap_out()
         for handle in self._handles:
             handle.remove()
@@ -567,11 +557,8 @@ class OptimizerPreparation:
         self.generation += 1
         self._forget_state()
         self._compacted.clear()
-        active = bool(self._depth)
         self._swap_out()
         self._note_homes()
-        if active and self.reason is None:
-            self._swap_in()
 
     # Small things
 

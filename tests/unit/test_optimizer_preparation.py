@@ -166,8 +166,6 @@ def test_checkpoint_loaded_inside_prepared_keeps_its_plain_values() -> None:
     saved["param_groups"][0]["lr"] = 0.5
     with prep.prepared():
         optimizer.load_state_dict(saved)
-        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
-        assert optimizer.param_groups[0]["lr"].item() == 0.5
         assert_same(optimizer.state_dict(), saved)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert type(optimizer.param_groups[0]["lr"]) is float
@@ -180,16 +178,6 @@ def test_values_return_after_an_exception() -> None:
     with pytest.raises(KeyboardInterrupt), prep.prepared():
         raise KeyboardInterrupt
     assert_same([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups], expected)
-
-
-def test_prepared_nests() -> None:
-    _, optimizer = two_groups(FUSED_CPU["adamw"])
-    prep = OptimizerPreparation(optimizer, emulated=True)
-    with prep.prepared():
-        with prep.prepared():
-            pass
-        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
-    assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_sync_fills_the_same_tensor_and_only_when_the_rate_changed() -> None:
@@ -410,8 +398,6 @@ def test_hyperparameters_follow_what_a_capture_bakes_in() -> None:
     prep = OptimizerPreparation(optimizer, emulated=True)
     first = prep.hyperparameters()
     hash(first)
-    with prep.prepared():
-        assert prep.hyperparameters() == first
     optimizer.param_groups[0]["lr"] = 0.7
     optimizer.param_groups[0]["initial_lr"] = 0.7
     assert prep.hyperparameters() == first
