@@ -79,13 +79,13 @@ class OptimizerPreparation:
         emulated: the graphs are CPU tapes and everything lives on the CPU.
 
     Attributes:
-        generation: grows whenever captures made before have become invalid because the state's
-            addresses changed (a checkpoint was loaded, `settle` moved tensors).
+        generation: grows when captures made before are for other state than that of the last `remember`.
         state: notices state that is missing.
     """
 
+    generation = 0
+
     def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
-        self.generation = 0
         self.state = StateWatch(optimizer)
         self._optimizer = optimizer
         self._emulated = emulated
@@ -357,8 +357,8 @@ class OptimizerPreparation:
     def settle(self, engine: Engine) -> None:
         """Move host state to the device and make the state compact, once its tensors exist.
 
-        Call it after a prepared step outside of a capture, and again after `generation` changed. On CUDA
-        the state that warm-up created lies between activations freed since, and pins their segments.
+        Call it after a prepared step, before a capture. On CUDA the state that warm-up created lies between
+        activations freed since, and pins their segments.
         """
         if self._class is None or self._closed:
             return
@@ -369,8 +369,7 @@ class OptimizerPreparation:
         loose = [t for t in state if t.data_ptr() not in self._compacted and is_alone(t)]
         if sum(t.nbytes for t in loose) <= 1 << 20:
             return
-        if move_together(loose, engine):
-            self.generation += 1
+        move_together(loose, engine)
         self._compacted = {t.data_ptr() for t in state}
 
     def hyperparameters(self) -> tuple[Any, ...]:
@@ -467,11 +466,8 @@ class OptimizerPreparation:
         self._handles.clear()
         self._forget_state()
         if self._class is not None:
-            moved = self._host_copies()
-            for p, key, tensor in moved:
+            for p, key, tensor in self._host_copies():
                 self._optimizer.state[p][key] = tensor
-            if moved:
-                self.generation += 1
 
     # Where state lives
 
@@ -508,7 +504,6 @@ class OptimizerPreparation:
                 dtype = torch.float32 if self._class is Adagrad else state[key].dtype
                 # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
                 state[key] = state[key].to(device=p.device, dtype=dtype)
-                self.generation += 1
         if groups is not None:  # these tensors are kept, so that no other one gets the same identity
             kept = [state[key] for _, key, state in self._host_entries()]
             self._moved = groups, identities(tuple(self._state_values())), kept
