@@ -75,8 +75,6 @@ _UNATTACHED = (
     "a PyGraph() was made, but no Accelerator uses it. accelerate.Accelerator has no argument plugins=: "
     "write pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
 )
-_unattached: weakref.WeakKeyDictionary[PyGraph, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
-"""What tells so, for each that serves none yet: when it is gone, or when the program ends."""
 
 
 class PyGraph:
@@ -92,7 +90,8 @@ class PyGraph:
 
     def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
-        _unattached[self] = weakref.finalize(self, tell_once, _UNATTACHED)
+        # when it is gone, or when the program ends
+        self._unattached = weakref.finalize(self, tell_once, _UNATTACHED)
         self._accelerator: accelerate.Accelerator | None = None
         self._stock_class: type | None = None
         self._loop: Loop | None = None
@@ -167,8 +166,7 @@ class PyGraph:
                 "this PyGraph is attached to another Accelerator: make a PyGraph for each Accelerator"
             )
         self._accelerator = accelerator
-        if self in _unattached:
-            _unattached.pop(self).detach()
+        self._unattached.detach()
         accelerator.__dict__["pygraph"] = self
         # an engine that cannot work is refused here, not in the first step
         surely(self._the_loop, SETTING_UP)
