@@ -190,7 +190,7 @@ class _Operation:
     """One dispatched operation, with aliases of the very tensors it used."""
 
     func: Any
-    args: tuple[Any, ...]
+    args: list[Any]
     kwargs: dict[str, Any]
     results: list[tuple[int, torch.Tensor]]
     """Outputs in memory of their own: position among the output tensors, recorded tensor."""
@@ -330,7 +330,7 @@ class _Tape(TorchDispatchMode):
             return False
         self._keep_external(tensor)
         constant = tensor.clone()
-        self.operations.append(_Operation(_aten.copy_.default, (tensor.data, constant), {}, []))
+        self.operations.append(_Operation(_aten.copy_.default, [tensor.data, constant], {}, []))
         return True
 
     def _keep_external(self, tensor: torch.Tensor) -> None:
