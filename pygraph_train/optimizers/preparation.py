@@ -93,7 +93,7 @@ class OptimizerPreparation:
         self._sparse = False
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
         self._groups: _Groups | None = None  # as the last `prepared()` found them
-        self._moved: tuple[_Groups, bytes, list[Tensor]] | None = None
+        self._moved: tuple[_Groups | None, bytes, list[Tensor]] | None = None
         self._remembered: list[Any] | None = None
         self._remembered_identities = b""
         self._present_addresses: Callable[[], list[int]] = list
@@ -274,7 +274,7 @@ class OptimizerPreparation:
 
     def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
-        self._move_host_state(groups)
+        self._move_host_state()
         for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
             changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
@@ -486,17 +486,16 @@ class OptimizerPreparation:
         """Note the host entries that torch's loading or the user put on the device: they stay there."""
         self._at_home = {(id(p), key) for p, key, state in self._host_entries() if not state[key].is_cpu}
 
-    def _move_host_state(self, groups: _Groups | None = None) -> None:
+    def _move_host_state(self) -> None:
         """Move state to the device, where kernels of `prepared()` want it.
 
-        Args:
-            groups: for these, nothing is looked for among the very tensors that the last call has left.
+        While the groups are the same, nothing is looked for among the very tensors that the last call has left.
         """
         if self._emulated:
             return
-        if groups is not None and self._moved is not None:
-            before, were, _ = self._moved
-            if groups is before and identities(tuple(self._state_values())) == were:
+        if self._moved is not None:
+            groups, left, _ = self._moved
+            if groups is self._groups and identities(tuple(self._state_values())) == left:
                 return
         for p, key, state in self._host_entries():
             if state[key].is_cpu and not p.is_cpu:
@@ -504,9 +503,10 @@ class OptimizerPreparation:
                 dtype = torch.float32 if self._class is Adagrad else state[key].dtype
                 # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
                 state[key] = state[key].to(device=p.device, dtype=dtype)
-        if groups is not None:  # these tensors are kept, so that no other one gets the same identity
-            kept = [state[key] for _, key, state in self._host_entries()]
-            self._moved = groups, identities(tuple(self._state_values())), kept
+        kept = [
+            state[key] for _, key, state in self._host_entries()
+        ]  # so no other one gets the same identity
+        self._moved = self._groups, identities(tuple(self._state_values())), kept
 
     def _host_copies(self) -> list[tuple[Tensor, str, Tensor]]:
         """CPU copies of the entries that only we keep on the device. One synchronisation."""
