@@ -152,13 +152,10 @@ class OptimizerPreparation:
             return f"{name}'s parameters are on {device}, and the {engine}"
         if self._sparse or any((g := p.grad) is not None and g.is_sparse for p in params):
             return f"{name} gets sparse gradients, whose sizes are known only on the host"
-        if optimizer.defaults.get("differentiable"):
-            return f"{name} was made with differentiable=True"
-        for index, group in enumerate(optimizer.param_groups):
-            why = self._group_reason(cls, index, group, device)
-            if why is not None:
-                return why
-        return None
+        reasons = (
+            self._group_reason(cls, i, group, device) for i, group in enumerate(optimizer.param_groups)
+        )
+        return next((why for why in reasons if why is not None), None)
 
     @property
     def problem(self) -> Problem | None:
@@ -168,12 +165,12 @@ class OptimizerPreparation:
 
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
+        if group.get("differentiable"):
+            return f"{where} of {name} was made with differentiable=True"
         flags = self._user_flags(group)
         plan = plan_group(cls, flags, device.type)
         if plan.reason is not None:
             return plan.reason
-        if group.get("differentiable"):
-            return f"{where} of {name} has differentiable=True"
         if "fused" in plan.changes and not all(p.is_floating_point() for p in group["params"]):
             return f"{where} of {name} has complex parameters, which its fused kernels do not take"
         if "fused" in plan.changes and any(local_tensor(p) is not p for p in group["params"]):

@@ -243,7 +243,7 @@ class Renamed(Adam):
         (lambda p: torch.optim.Adafactor(p), "Adafactor reads"),
         (lambda p: torch.optim.Muon(p), "Muon reads its learning rate"),
         (lambda p: OverriddenStep(p, fused=True), "OverriddenStep is not one of torch.optim's"),
-        (lambda p: SGD(p, differentiable=True), "made with differentiable=True"),
+        (lambda p: SGD(p, differentiable=True), "group 0 of SGD was made with differentiable=True"),
         (
             lambda p: Adam(p, betas=(torch.tensor(0.9), torch.tensor(0.99)), fused=True),
             "tensor hyperparameter betas",
@@ -262,7 +262,7 @@ def test_differentiable_is_refused() -> None:
     _, optimizer = two_groups(FUSED_CPU["sgd"])
     optimizer.param_groups[1]["differentiable"] = True
     prep = OptimizerPreparation(optimizer, emulated=True)
-    assert prep.reason == "parameter group 1 of SGD has differentiable=True"
+    assert prep.reason == "parameter group 1 of SGD was made with differentiable=True"
 
 
 def test_subclass_that_inherits_its_step_is_supported() -> None:
