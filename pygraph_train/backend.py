@@ -129,7 +129,6 @@ class _Owner(PhaseRegions):
             raise PyGraphError(str(problem))
 
     def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
-        """See `PhaseRegions`."""
         if not self._options.compile:
             return None
         if self.engine.name == "cuda":

@@ -193,7 +193,6 @@ class PyGraphCallback(Callback):
                 quietly(functools.partial(logger.log_metrics, metrics, step=step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give everything back."""
         quietly(self._detach)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -26,7 +26,6 @@ class OptimizerSet:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all members."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.members))
 
     @property
@@ -61,17 +60,14 @@ class SeveralPreparations(OptimizerPreparation):
 
     @property
     def generation(self) -> int:  # type: ignore[override]
-        """Grows whenever captures made before have become invalid."""
         return sum(member.generation for member in self._members)
 
     @property
     def reason(self) -> str | None:
-        """Why the steps cannot be captured, None when they can."""
         return next((why for member in self._members if (why := member.reason) is not None), None)
 
     @property
     def active(self) -> bool:
-        """Whether this is inside of `prepared()`."""
         return any(member.active for member in self._members)
 
     @contextmanager
