@@ -204,8 +204,7 @@ class PyGraphCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give everything back, and show what happened."""
         quietly(self._detach)
-        asked = self.config.print_report and stage == "fit" and trainer.is_global_zero
-        if asked and (self._report.steps or self._report.fallbacks or self._report.notes):
+        if self.config.print_report and stage == "fit" and trainer.is_global_zero:
             show(self._report)
 
     def _detach(self) -> None:
