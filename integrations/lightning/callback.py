@@ -240,9 +240,8 @@ class _AutomaticStep:
         step = functools.partial(make, self._optimizer_step, precision.optimizer_step)
         backward = functools.partial(make, self._backward, precision.backward)
         ours = [(self._loop, "run", self.run), (precision, "optimizer_step", step)]
-        self._patches.enter_context(standing_in([*ours, (precision, "backward", backward)]))
-        self._patches.callback(self._program.book.attach())
-        self._patches.callback(_overlapped_transfer(self._trainer))
+        others = (precision, "backward", backward), self._program.book.stands_in()
+        self._patches.enter_context(standing_in([*ours, *others, *_overlapped_transfer(self._trainer)]))
 
     def detach(self) -> None:
         quietly(self._patches.close, self._runner.close)
@@ -496,8 +495,8 @@ class _LightningProgram(StepProgram):
         return None
 
 
-def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
-    """Move training batches while the device still works on the step before. Returns what undoes it.
+def _overlapped_transfer(trainer: Trainer) -> list[tuple[Any, str, Any]]:
+    """What stands in to move training batches while the device still works on the step before, see `standing_in`.
 
     They get a stream of their own. In the stream of the kernels a copy waits for all of them. Transfer hooks of the
     user may compute on the device and expect that order, so with such hooks nothing is changed.
@@ -506,7 +505,7 @@ def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     owned = any(overrides(owner, hook) for owner in (module, data) for hook in TRANSFER)
     if strategy.root_device.type != "cuda" or owned:
-        return lambda: None
+        return []
     move = strategy.batch_to_device
     transfer = Transfer(strategy.root_device)
 
@@ -515,8 +514,7 @@ def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
             return move(batch, device, dataloader_idx)
         return transfer(lambda: move(batch, device, dataloader_idx))
 
-    strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-    return lambda: strategy.__dict__.pop("batch_to_device", None)
+    return [(strategy, "batch_to_device", batch_to_device)]
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
