@@ -6,6 +6,7 @@ pygraph-train is installed (it is registered as an entry point).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -32,7 +33,7 @@ __all__ = ["BackendOptions", "BackendReport", "RegionRecord", "compile", "pygrap
 F = TypeVar("F", bound=Callable[..., Any])
 
 _engines: dict[tuple[str, torch.device], Engine | None] = {}
-_rows: list[_Rows] = []
+_rows: list[tuple[PhaseRegion, int]] = []
 _MOST_ROWS = 256
 """Regions, beginning with the last one, that the report tells of."""
 _numbers = itertools.count()
@@ -73,15 +74,15 @@ def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, *
 def report() -> BackendReport:
     """What became of the regions of this process: of those that exist, and of the last ones that did."""
     found: list[RegionRecord] = []
-    quietly(*(lambda rows=rows: found.extend(rows.records()) for rows in _rows))  # type: ignore[misc]
+    quietly(*(functools.partial(_tell, found, *row) for row in _rows))
     without = not torch.cuda.is_available() and ("auto", torch.device("cpu")) in _engines
     return BackendReport(found, [NO_DEVICE] * without)
 
 
 def reset() -> None:
     """Release all graphs of the backend and forget the rows of the report. What is compiled runs without graphs."""
-    for rows in _rows:
-        rows.region.owner.close()
+    for region, _ in _rows:
+        region.owner.close()
     _rows.clear()
     for engine in filter(None, _engines.values()):
         quietly(engine.close)
@@ -128,7 +129,6 @@ class _Owner(PhaseRegions):
             raise PyGraphError(str(problem))
 
     def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
-        """See `PhaseRegions`."""
         if not self._options.compile:
             return None
         if self.engine.name == "cuda":
@@ -175,7 +175,7 @@ class _Graph(SharedGraph):
             assert self.first is not None
             weakref.finalize(given[self.first], _forget, weakref.ref(self), key).atexit = False
         self.regions[key] = region
-        _rows.append(_Rows(region, next(_numbers)))
+        _rows.append((region, next(_numbers)))
         del _rows[:-_MOST_ROWS]
         return region
 
@@ -186,26 +186,14 @@ def _forget(graph: weakref.ref[_Graph], key: int) -> None:
         alive.regions.pop(key).close()
 
 
-class _Rows:
-    """The rows of the report about one region.
-
-    Args:
-        region: whose counters are told.
-        number: of the region.
-    """
-
-    def __init__(self, region: PhaseRegion, number: int) -> None:
-        self.region = region
-        self._forward = RegionRecord(f"forward {number}", "forward", region.where)
-        self._backward = RegionRecord(f"backward {number}", "backward", region.where)
-
-    def records(self) -> list[RegionRecord]:
-        """The forward, and the backward where there is one."""
-        region, forward, backward = self.region, self._forward, self._backward
-        if region.inference:
-            forward.name, forward.phase = forward.name.replace("forward", "inference"), "inference"
-        for record, replays in ((forward, region.replays), (backward, region.backwards)):
-            record.reason, record.captures, record.replays = region.reason or "", region.recordings, replays
-            record.plain_runs = max(0, region.calls - replays)
-            record.decision = "plain" if region.reason else "graph" if region.recordings else "warming up"
-        return [forward] if region.inference else [forward, backward]
+def _tell(found: list[RegionRecord], region: PhaseRegion, number: int) -> None:
+    """Add the rows of a region: its forward, and the backward where there is one."""
+    phases = {"forward": region.replays, "backward": region.backwards}
+    if region.inference:
+        phases = {"inference": region.replays}
+    for phase, replays in phases.items():
+        record = RegionRecord(f"{phase} {number}", phase, region.where, reason=region.reason or "")
+        record.captures, record.replays = region.recordings, replays
+        record.plain_runs = max(0, region.calls - replays)
+        record.decision = "plain" if region.reason else "graph" if region.recordings else "warming up"
+        found.append(record)

@@ -118,12 +118,10 @@ class PlainRuns:
         self._kind = kind
 
     def add(self, run: Fingerprint) -> None:
-        """A further run."""
         self._runs.append(run)
 
     @property
     def first(self) -> Fingerprint:
-        """The first run."""
         return self._runs[0]
 
     def same(self, found: Fingerprint) -> bool:

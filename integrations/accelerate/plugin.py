@@ -41,6 +41,7 @@ from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, su
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
+from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import metrics_of, tell_once
 from pygraph_train.report.loop_report import LoopReport
@@ -74,8 +75,6 @@ _UNATTACHED = (
     "a PyGraph() was made, but no Accelerator uses it. accelerate.Accelerator has no argument plugins=: "
     "write pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
 )
-_unattached: weakref.WeakKeyDictionary[PyGraph, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
-"""What tells so, for each that serves none yet: when it is gone, or when the program ends."""
 
 
 class PyGraph:
@@ -91,7 +90,8 @@ class PyGraph:
 
     def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
-        _unattached[self] = weakref.finalize(self, tell_once, _UNATTACHED)
+        # when it is gone, or when the program ends
+        self._unattached = weakref.finalize(self, tell_once, _UNATTACHED)
         self._accelerator: accelerate.Accelerator | None = None
         self._stock_class: type | None = None
         self._loop: Loop | None = None
@@ -166,8 +166,7 @@ class PyGraph:
                 "this PyGraph is attached to another Accelerator: make a PyGraph for each Accelerator"
             )
         self._accelerator = accelerator
-        if self in _unattached:
-            _unattached.pop(self).detach()
+        self._unattached.detach()
         accelerator.__dict__["pygraph"] = self
         # an engine that cannot work is refused here, not in the first step
         surely(self._the_loop, SETTING_UP)
@@ -363,36 +362,32 @@ def route_step(
     optimizer: AcceleratedOptimizer, run: Callable[[Callable[[], None]], None]
 ) -> Callable[[], None]:
     """Make `optimizer.step()` go through `run(body)` where gradients are synchronised. Returns the undo."""
-    if "step" in vars(optimizer):  # a scheduler counts its calls
-        inner = vars(optimizer)["step"]
-        body = tidy_step(optimizer, inner)
+    stock = vars(optimizer).get("step")  # of a scheduler, which counts its calls
+    if stock is None and type(optimizer) is not AcceleratedOptimizer:
+        return nothing
+    inner, routed = optimizer.step, [True]
+    body = tidy_step(optimizer, inner)
 
-        def step(self: AcceleratedOptimizer, closure: Any = None) -> None:
-            if closure is not None or not self.gradient_state.sync_gradients or not routed:
-                return inner(closure)
-            run(body)
+    def step(self: AcceleratedOptimizer, closure: Any = None) -> None:
+        if self is not optimizer:  # a copy
+            return type(self).step(self, closure)
+        if closure is not None or not self.gradient_state.sync_gradients or not routed:
+            return inner(closure)
+        run(body)
 
-        routed = [True]
-        replaced = types.MethodType(step, optimizer)
-        replaced.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        vars(optimizer)["step"] = replaced
+    replaced = types.MethodType(step, optimizer)  # a pickled one becomes the method of the class again
+    if hasattr(inner, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    vars(optimizer)["step"] = replaced
 
-        def undo() -> None:
-            routed.clear()
-            if vars(optimizer).get("step") is replaced:
-                vars(optimizer)["step"] = inner
+    def undo() -> None:
+        routed.clear()  # a scheduler may have wrapped it meanwhile
+        if vars(optimizer).get("step") is replaced:
+            del vars(optimizer)["step"]
+            if stock is not None:
+                vars(optimizer)["step"] = stock
 
-        return undo
-    if type(optimizer) is not AcceleratedOptimizer:
-        return lambda: None
-    optimizer.__class__ = _RoutedOptimizer
-    optimizer._pygraph_run = run
-
-    def undo_class() -> None:
-        vars(optimizer).pop("_pygraph_run", None)
-        optimizer.__class__ = AcceleratedOptimizer
-
-    return undo_class
+    return undo
 
 
 def tidy_step(optimizer: AcceleratedOptimizer, step: Callable[[], None]) -> Callable[[], None]:
@@ -411,29 +406,6 @@ def tidy_step(optimizer: AcceleratedOptimizer, step: Callable[[], None]) -> Call
             del vars(inner)["step"]
 
     return body
-
-
-class _RoutedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
-    """An AcceleratedOptimizer whose `step` somebody else may run from a graph."""
-
-    def step(self, closure: Any = None) -> None:
-        run = self.__dict__.get("_pygraph_run")
-        if run is None or closure is not None or not self.gradient_state.sync_gradients:
-            return super().step(closure)
-        step = super().step
-        run(step if self.scaler is None else tidy_step(self, step))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_pygraph_run", None)
-        return state
-
-    def __reduce__(self) -> Any:
-        return _unpickled, (), self.__getstate__()
-
-
-def _unpickled() -> AcceleratedOptimizer:
-    return AcceleratedOptimizer.__new__(AcceleratedOptimizer)
 
 
 def _sorted(

@@ -193,7 +193,6 @@ class PyGraphCallback(Callback):
                 quietly(functools.partial(logger.log_metrics, metrics, step=step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give everything back."""
         quietly(self._detach)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -205,8 +204,7 @@ class PyGraphCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give everything back, and show what happened."""
         quietly(self._detach)
-        asked = self.config.print_report and stage == "fit" and trainer.is_global_zero
-        if asked and (self._report.steps or self._report.fallbacks or self._report.notes):
+        if self.config.print_report and stage == "fit" and trainer.is_global_zero:
             show(self._report)
 
     def _detach(self) -> None:
@@ -242,9 +240,8 @@ class _AutomaticStep:
         step = functools.partial(make, self._optimizer_step, precision.optimizer_step)
         backward = functools.partial(make, self._backward, precision.backward)
         ours = [(self._loop, "run", self.run), (precision, "optimizer_step", step)]
-        self._patches.enter_context(standing_in([*ours, (precision, "backward", backward)]))
-        self._patches.callback(self._program.book.attach())
-        self._patches.callback(_overlapped_transfer(self._trainer))
+        others = (precision, "backward", backward), self._program.book.stands_in()
+        self._patches.enter_context(standing_in([*ours, *others, *_overlapped_transfer(self._trainer)]))
 
     def detach(self) -> None:
         quietly(self._patches.close, self._runner.close)
@@ -423,13 +420,11 @@ class _LightningProgram(StepProgram):
 
     def running_through(self, call: Call) -> AbstractContextManager[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
-        if call is plain_call and self._preparation is None:
-            return nullcontext()
         if call is plain_call:
-            return self.instead_of_training_step(self._plain_training_step)
+            return nullcontext()
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            with self.as_outside(), self._precision.train_step_context():
+            with self._precision.train_step_context():
                 recorder = self._recorder
                 recorder.records.clear()  # of a step that raised
                 with standing_in([(self.model, "log", recorder)]), self.replication.around():
@@ -453,9 +448,8 @@ class _LightningProgram(StepProgram):
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
-        with self.as_outside():
-            executes(STEP)
-            return type(strategy).training_step(strategy, *args, **kwargs)
+        executes(STEP)
+        return type(strategy).training_step(strategy, *args, **kwargs)
 
     def instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
         """On the strategy, not on the module: attributes of the module are guarded."""
@@ -487,7 +481,6 @@ class _LightningProgram(StepProgram):
         return between, self.scaling.step if clips else self._whole_update
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        self._preparation = preparation
         if not self.scaling.on:
             return None
         for hook in ("on_before_optimizer_step", *CLIPPING):
@@ -502,8 +495,8 @@ class _LightningProgram(StepProgram):
         return None
 
 
-def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
-    """Move training batches while the device still works on the step before. Returns what undoes it.
+def _overlapped_transfer(trainer: Trainer) -> list[tuple[Any, str, Any]]:
+    """What stands in to move training batches while the device still works on the step before, see `standing_in`.
 
     They get a stream of their own. In the stream of the kernels a copy waits for all of them. Transfer hooks of the
     user may compute on the device and expect that order, so with such hooks nothing is changed.
@@ -512,7 +505,7 @@ def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     owned = any(overrides(owner, hook) for owner in (module, data) for hook in TRANSFER)
     if strategy.root_device.type != "cuda" or owned:
-        return lambda: None
+        return []
     move = strategy.batch_to_device
     transfer = Transfer(strategy.root_device)
 
@@ -521,8 +514,7 @@ def _overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
             return move(batch, device, dataloader_idx)
         return transfer(lambda: move(batch, device, dataloader_idx))
 
-    strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-    return lambda: strategy.__dict__.pop("batch_to_device", None)
+    return [(strategy, "batch_to_device", batch_to_device)]
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:

@@ -44,10 +44,9 @@ class LogBook:
         self._replayed = False
         self._metrics: Callable[[bool], Any] = self._results.metrics
 
-    def attach(self) -> Callable[[], None]:
-        """Serve the bar from this book. Returns what undoes it."""
-        self._results.metrics = self._metrics_with_late_bar
-        return lambda: self._results.__dict__.pop("metrics", None)
+    def stands_in(self) -> tuple[Any, str, Any]:
+        """What serves the bar from this book, see `standing_in`."""
+        return self._results, "metrics", self._metrics_with_late_bar
 
     def _on_bar(self) -> list[Any]:
         """Lightning's metrics that the bar shows of this step."""

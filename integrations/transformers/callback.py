@@ -142,11 +142,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
 def show_report(report: LoopReport, args: Any, config: PyGraphConfig) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
-    if (
-        config.print_report
-        and args.process_index == 0
-        and (report.steps or report.fallbacks or report.whole_steps or report.notes)
-    ):
+    if config.print_report and args.process_index == 0:
         show(report)
 
 

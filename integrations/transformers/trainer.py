@@ -270,7 +270,7 @@ class _TrainerProgram(StepProgram):
 
     def forward(self, call: Call, args: tuple[Any, ...]) -> Tensor:
         """The loss with its autograd graph, divided as the Trainer does."""
-        with self.as_outside(), self._trainer.compute_loss_context_manager():
+        with self._trainer.compute_loss_context_manager():
             loss: Tensor = call(self._function, args, {})
         return loss / self.scale if self.scale != 1 else loss
 

@@ -162,7 +162,6 @@ class _Look:
             self._problems.append(self._raised(error))
 
     def _run(self, call: Callable[..., Any]) -> None:
-        """Forward and backward."""
         subject, program = self._subject, self._subject.program
         subject.drop_gradients()
         self._runs += 1
@@ -207,7 +206,6 @@ class _Look:
     # -- what was seen ------------------------------------------------------------------------------------
 
     def explanation(self, found: list[Problem]) -> Explanation:
-        """In words."""
         looked = self._runs > 0
         parts = [k for k, part in enumerate(self._called) if part.trains]
         problems = [*found, *self._of_graphs(), *self._problems]

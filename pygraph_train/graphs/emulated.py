@@ -9,21 +9,19 @@ everything that is built on graphs; it is slower than plain PyTorch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, poison
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.graphs.memory import extent, span
 from pygraph_train.graphs.one_capture import OneCapture
-from pygraph_train.patches import standing_in
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
@@ -60,26 +58,19 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class EmulatedEngine:
-    """Makes `EmulatedGraph`s. Keeps the `Engine` contract.
-
-    Usually each graph has its own memory. Tests let graphs overwrite whatever graphs of a device might overwrite.
-    """
+    """Makes `EmulatedGraph`s. Keeps the `Engine` contract, but each graph has memory of its own."""
 
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
     rewrites_numbers: bool = True
-    overwrites: bool = False
-    """True in tests only: each replay overwrites what it may of its pool, see `EmulatedPool`."""
 
     def __init__(self) -> None:
         self._closed = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
-        self._memory = EmulatedPool()
 
-    @contextmanager
-    def scratch_pool(self, pool: Any = None) -> Iterator[EmulatedPool]:
-        with standing_in([(self, "_memory", pool or EmulatedPool())]):
-            yield self._memory
+    def scratch_pool(self, pool: Any = None) -> AbstractContextManager[Any]:
+        """A pool is a name only: see `allocating_in`."""
+        return nullcontext(pool or object())
 
     def allocating_in(self, pool: Any) -> AbstractContextManager[None]:
         """Nothing to do: each tensor has memory of its own."""
@@ -110,7 +101,6 @@ class EmulatedEngine:
 
     def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
         tape = _Tape()
-        held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
             torch.clear_autocast_cache()
@@ -128,24 +118,7 @@ class EmulatedEngine:
             raise tape.refusal
         graph = EmulatedGraph(tape.operations)
         self._graphs.add(graph)
-        if self.overwrites:
-            graph.replaying = self._in_pool(tape, held)
         return graph, result
-
-    def _taped(self) -> Iterator[torch.Tensor]:
-        return (t for graph in list(self._graphs) for t in graph.tensors())
-
-    def _in_pool(self, tape: _Tape, held: set[int]) -> Callable[[], AbstractContextManager[None]]:
-        """Around each replay of what was captured."""
-        pool = self._memory
-        tensors = tape.made()
-        taped = list(self._taped())
-        keeps = held & pool.held(taped)
-        reads = {t.untyped_storage().data_ptr() for o in tape.operations for t in o.tensors()}
-        made = {storage_key(t.untyped_storage()) for t in tensors}
-        pool.add(tensors, taped)
-        footprint = Footprint(made, keeps, reads)
-        return lambda: pool.replaying(footprint)
 
     def movable(self, inputs: Sequence[torch.Tensor]) -> CopiedInputs:
         """By copies, where a GPU has pointers."""
@@ -176,12 +149,6 @@ class EmulatedGraph:
         self._freed = _freed(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
-        self.replaying: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around each replay."""
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Every recorded alias."""
-        return (t for operation in self._operations for t in operation.tensors())
 
     def replay(self) -> None:
         """Run the recorded operations in order, in the current random state."""
@@ -190,7 +157,7 @@ class EmulatedGraph:
         sizes = [storage.nbytes() for storage, _ in self._freed]
         for storage, size in self._freed:
             storage.resize_(max(size, storage.nbytes()))
-        with self.replaying(), below_autograd():
+        with below_autograd():
             for operation in self._operations:
                 operation.run()
         for (storage, _), size in zip(self._freed, sizes, strict=True):
@@ -223,7 +190,7 @@ class _Operation:
     """One dispatched operation, with aliases of the very tensors it used."""
 
     func: Any
-    args: tuple[Any, ...]
+    args: list[Any]
     kwargs: dict[str, Any]
     results: list[tuple[int, torch.Tensor]]
     """Outputs in memory of their own: position among the output tensors, recorded tensor."""
@@ -332,14 +299,6 @@ class _Tape(TorchDispatchMode):
         for generator, state in self._generators.items():
             generator.set_state(state)
 
-    def made(self) -> list[torch.Tensor]:
-        """Storages that the operations have made, when everything was put back; the tape lets go of all."""
-        with torch.inference_mode(False):
-            made = [torch.empty(0, dtype=dtype).set_(storage) for storage, dtype in self._created.values()]
-        self._external.clear()
-        self._created.clear()
-        return made
-
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not isinstance(func, OpOverload):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
@@ -371,7 +330,7 @@ class _Tape(TorchDispatchMode):
             return False
         self._keep_external(tensor)
         constant = tensor.clone()
-        self.operations.append(_Operation(_aten.copy_.default, (tensor.data, constant), {}, []))
+        self.operations.append(_Operation(_aten.copy_.default, [tensor.data, constant], {}, []))
         return True
 
     def _keep_external(self, tensor: torch.Tensor) -> None:

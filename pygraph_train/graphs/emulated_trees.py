@@ -12,14 +12,14 @@ from pygraph_train.graphs.rewriting import check_sets
 
 
 def aliases(tree: Any) -> Any:
-    """The same tree with other tensor objects on the same memory.
+    """The same tree with other tensor objects on the same memory, and lists, which can be written, as its sequences.
 
     `.data`, because it shares neither the autograd graph (which would be kept alive, and whose leaf
     gradients are only adopted, not copied, while nobody else holds them) nor the version counter
     (replays write memory behind autograd's back, as CUDA graphs do).
     """
     if isinstance(tree, (list, tuple)):
-        return type(tree)(aliases(item) for item in tree)
+        return [aliases(item) for item in tree]
     if isinstance(tree, dict):
         return {key: aliases(value) for key, value in tree.items()}
     return tree.data if isinstance(tree, torch.Tensor) else tree
@@ -44,7 +44,7 @@ class RecordedNumbers:
     """See `engine.NumberWriter`: numbers among the arguments of recorded operations.
 
     Args:
-        operations: their arguments are lists afterwards, which can be written.
+        operations: with `aliases` as their arguments.
         sets, kernels: see `engine.Graph.numbers`.
     Raises:
         NumbersNotFound: a number was not found.
@@ -59,7 +59,6 @@ class RecordedNumbers:
         for operation in operations:
             name = str(operation.func)
             if any(part in name for part in kernels):
-                operation.args, operation.kwargs = _writable(operation.args), _writable(operation.kwargs)
                 own = [*_slots_in(operation.args, index), *_slots_in(operation.kwargs, index)]
                 held.append((name, [number for _, _, number in own]))
                 self._slots += own
@@ -68,16 +67,6 @@ class RecordedNumbers:
     def write(self, values: Sequence[float]) -> None:
         for container, key, number in self._slots:
             container[key] = values[number]
-
-
-def _writable(tree: Any) -> Any:
-    """The same tree with lists in the place of tuples. Those that are lists or dicts stay the same objects."""
-    if isinstance(tree, tuple):
-        return [_writable(item) for item in tree]
-    entries = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
-    for key, item in list(entries):
-        tree[key] = _writable(item)
-    return tree
 
 
 def _slots_in(tree: Any, index: Mapping[float, int]) -> Iterator[tuple[Any, Any, int]]:

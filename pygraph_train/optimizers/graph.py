@@ -88,7 +88,6 @@ class OptimizerGraph:
         self._run_phase(body, constants, later)
 
     def settle(self) -> None:
-        """See `OptimizerPreparation.settle`."""
         if self._preparation is not None:
             self._preparation.settle(self._engine)
 

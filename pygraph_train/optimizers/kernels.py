@@ -21,6 +21,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -53,9 +54,8 @@ _NEVER: dict[type, str] = {
     SparseAdam: "works on sparse gradients, whose sizes are known only on the host",
     Adafactor: "reads its step count and learning rate on the host",
     RAdam: "rounds its early steps in another way on the device: the third digit of an update differs",
+    Muon: "reads its learning rate on the host",
 }
-if hasattr(torch.optim, "Muon"):
-    _NEVER[torch.optim.Muon] = "reads its learning rate on the host"
 
 
 @dataclass(frozen=True)

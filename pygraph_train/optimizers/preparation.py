@@ -13,7 +13,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -79,23 +79,21 @@ class OptimizerPreparation:
         emulated: the graphs are CPU tapes and everything lives on the CPU.
 
     Attributes:
-        generation: grows whenever captures made before have become invalid because the state's
-            addresses changed (a checkpoint was loaded, `settle` moved tensors).
+        generation: grows when captures made before are for other state than that of the last `remember`.
         state: notices state that is missing.
     """
 
+    generation = 0
+
     def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
-        self.generation = 0
         self.state = StateWatch(optimizer)
         self._optimizer = optimizer
         self._emulated = emulated
         self._closed = self._numbers_stay = False
         self._sparse = False
-        self._depth = 0
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
-        self._entered: tuple[Any, ...] = ()
         self._groups: _Groups | None = None  # as the last `prepared()` found them
-        self._moved: tuple[_Groups, bytes, list[Tensor]] | None = None
+        self._moved: tuple[_Groups | None, bytes, list[Tensor]] | None = None
         self._remembered: list[Any] | None = None
         self._remembered_identities = b""
         self._present_addresses: Callable[[], list[int]] = list
@@ -104,7 +102,6 @@ class OptimizerPreparation:
         self._compacted: set[int] = set()
         self._param_sets: dict[bytes, tuple[int, tuple[Tensor, ...]]] = {}
         self._rates: list[LearningRate] = []
-        self._user_rates: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._class = supported_class(optimizer)
         if self._class is None:
@@ -155,13 +152,10 @@ class OptimizerPreparation:
             return f"{name}'s parameters are on {device}, and the {engine}"
         if self._sparse or any((g := p.grad) is not None and g.is_sparse for p in params):
             return f"{name} gets sparse gradients, whose sizes are known only on the host"
-        if optimizer.defaults.get("differentiable"):
-            return f"{name} was made with differentiable=True"
-        for index, group in enumerate(optimizer.param_groups):
-            why = self._group_reason(cls, index, group, device)
-            if why is not None:
-                return why
-        return None
+        reasons = (
+            self._group_reason(cls, i, group, device) for i, group in enumerate(optimizer.param_groups)
+        )
+        return next((why for why in reasons if why is not None), None)
 
     @property
     def problem(self) -> Problem | None:
@@ -171,12 +165,12 @@ class OptimizerPreparation:
 
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
+        if group.get("differentiable"):
+            return f"{where} of {name} was made with differentiable=True"
         flags = self._user_flags(group)
         plan = plan_group(cls, flags, device.type)
         if plan.reason is not None:
             return plan.reason
-        if group.get("differentiable"):
-            return f"{where} of {name} has differentiable=True"
         if "fused" in plan.changes and not all(p.is_floating_point() for p in group["params"]):
             return f"{where} of {name} has complex parameters, which its fused kernels do not take"
         if "fused" in plan.changes and any(local_tensor(p) is not p for p in group["params"]):
@@ -228,19 +222,16 @@ class OptimizerPreparation:
         """Inside, `optimizer.step()` runs its capturable kernels; the user's values return on exit.
 
         Enter it before a capture, not inside one: learning rates that changed are copied on entry.
-        Does nothing when there is a `reason`.
+        Does nothing when there is a `reason`. No code of the user runs inside of it.
         """
-        groups = None if self._depth else self._without_reason()
+        groups = self._without_reason()
         if groups is None:
             yield
             return
-        self._depth += 1
         try:
             self._swap_in(groups)
-            self._copy_rates()
             yield
         finally:
-            self._depth -= 1
             self._swap_out()
 
     def _without_reason(self) -> _Groups | None:
@@ -268,26 +259,24 @@ class OptimizerPreparation:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside `prepared()`: code that is not ours meets what it would meet outside."""
-        if not self._saved:
+        groups = self._groups
+        if not self._saved or groups is None:
             yield
             return
         self._swap_out()
         try:
             yield
         finally:
-            self._swap_in()
+            self._swap_in(groups)
 
-    def _swap_in(self, groups: _Groups | None = None) -> None:
+    def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
-        groups = groups or self._look(self.hyperparameters())
-        self._move_host_state(groups)
-        stands_in = any(rate.stand_in is not None for rate in self._rates)  # perhaps only now
-        self._entered = self.hyperparameters() if stands_in else groups.baked
+        self._move_host_state()
         for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
             changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
-            if self._class is not Rprop and (standing := rate.of(group["lr"])) is not group["lr"]:
-                changes["lr"] = standing
+            if self._class is not Rprop and not isinstance(group["lr"], Tensor):
+                changes["lr"] = rate.tensor
             for key, value in changes.items():
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
@@ -297,12 +286,6 @@ class OptimizerPreparation:
     def _swap_out(self) -> None:
         saved, self._saved = self._saved, []
         for group, key, value in reversed(saved):
-            if key == "lr":
-                found = group["lr"]
-                rate = next((r for r in self._rates if found is r.tensor or found is r.stand_in), None)
-                if rate is None or not isinstance(found, Tensor):
-                    continue  # assigned anew meanwhile: that value is the user's
-                value = rate.user_value(found, value)
             if value is _MISSING:
                 group.pop(key, None)
             else:
@@ -316,21 +299,14 @@ class OptimizerPreparation:
         if self._class is None:
             return
         self._fill_rates()
-        self._copy_rates()
         count_optimizer_step(self._optimizer)
-
-    def _copy_rates(self) -> None:
-        for rate in self._rates:
-            if rate.stand_in is not None:
-                rate.copy()
 
     def _fill_rates(self) -> None:
         groups = self._optimizer.param_groups
         if len(groups) != len(self._rates):
             self._make_rates()
         for group, rate in zip(groups, self._rates, strict=True):
-            lr = group["lr"]
-            if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
+            if (lr := group["lr"]) is not rate.seen:
                 rate.set(lr)
 
     def _before_step(self) -> None:
@@ -378,8 +354,8 @@ class OptimizerPreparation:
     def settle(self, engine: Engine) -> None:
         """Move host state to the device and make the state compact, once its tensors exist.
 
-        Call it after a prepared step outside of a capture, and again after `generation` changed. On CUDA
-        the state that warm-up created lies between activations freed since, and pins their segments.
+        Call it after a prepared step, before a capture. On CUDA the state that warm-up created lies between
+        activations freed since, and pins their segments.
         """
         if self._class is None or self._closed:
             return
@@ -390,30 +366,19 @@ class OptimizerPreparation:
         loose = [t for t in state if t.data_ptr() not in self._compacted and is_alone(t)]
         if sum(t.nbytes for t in loose) <= 1 << 20:
             return
-        if move_together(loose, engine):
-            self.generation += 1
+        move_together(loose, engine)
         self._compacted = {t.data_ptr() for t in state}
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """What a capture bakes in: per group its parameters and all values but a Python lr; step hooks."""
-        if self._saved:
-            return self._entered
-        if self._class is None:
-            return ()
         baked: list[Any] = [
             tuple(chain.from_iterable(self._step_hooks)) if any(self._step_hooks) else (),
             optimizer_step_override(self._optimizer),
         ]
-        for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
-            if group is None:
-                break
+        for group in self._optimizer.param_groups:
             baked.append(self._parameter_set(group["params"]))
             lr = group["lr"]
-            if isinstance(lr, Tensor) and (rate is None or rate.stand_in is None):
-                self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
-                baked.append((id(lr), lr.data_ptr()))
-            else:
-                baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
+            baked.append((lr.data_ptr(), lr.dtype) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
         if list in map(type, baked):  # its owner may change it in place
             baked = [tuple(value) if type(value) is list else value for value in baked]
@@ -483,7 +448,7 @@ class OptimizerPreparation:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
         return Problem(
             "the optimizer runs outside of graphs: a hyperparameter other than the learning rate, or the memory of "
-            "the optimizer's state, changes again and again",
+            "a learning rate or of the optimizer's state, changes again and again",
             fix=advice_on_numbers(self._optimizer),
         )
 
@@ -492,18 +457,14 @@ class OptimizerPreparation:
         if self._closed:
             return
         self._closed = True
-        self._depth = 0
         self._swap_out()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._forget_state()
         if self._class is not None:
-            moved = self._host_copies()
-            for p, key, tensor in moved:
+            for p, key, tensor in self._host_copies():
                 self._optimizer.state[p][key] = tensor
-            if moved:
-                self.generation += 1
 
     # Where state lives
 
@@ -522,17 +483,16 @@ class OptimizerPreparation:
         """Note the host entries that torch's loading or the user put on the device: they stay there."""
         self._at_home = {(id(p), key) for p, key, state in self._host_entries() if not state[key].is_cpu}
 
-    def _move_host_state(self, groups: _Groups | None = None) -> None:
+    def _move_host_state(self) -> None:
         """Move state to the device, where kernels of `prepared()` want it.
 
-        Args:
-            groups: for these, nothing is looked for among the very tensors that the last call has left.
+        While the groups are the same, nothing is looked for among the very tensors that the last call has left.
         """
         if self._emulated:
             return
-        if groups is not None and self._moved is not None:
-            before, were, _ = self._moved
-            if groups is before and identities(tuple(self._state_values())) == were:
+        if self._moved is not None:
+            groups, left, _ = self._moved
+            if groups is self._groups and identities(tuple(self._state_values())) == left:
                 return
         for p, key, state in self._host_entries():
             if state[key].is_cpu and not p.is_cpu:
@@ -540,10 +500,10 @@ class OptimizerPreparation:
                 dtype = torch.float32 if self._class is Adagrad else state[key].dtype
                 # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
                 state[key] = state[key].to(device=p.device, dtype=dtype)
-                self.generation += 1
-        if groups is not None:  # these tensors are kept, so that no other one gets the same identity
-            kept = [state[key] for _, key, state in self._host_entries()]
-            self._moved = groups, identities(tuple(self._state_values())), kept
+        kept = [
+            state[key] for _, key, state in self._host_entries()
+        ]  # so no other one gets the same identity
+        self._moved = self._groups, identities(tuple(self._state_values())), kept
 
     def _host_copies(self) -> list[tuple[Tensor, str, Tensor]]:
         """CPU copies of the entries that only we keep on the device. One synchronisation."""
@@ -589,11 +549,8 @@ class OptimizerPreparation:
         self.generation += 1
         self._forget_state()
         self._compacted.clear()
-        active = bool(self._depth)
         self._swap_out()
         self._note_homes()
-        if active and self.reason is None:
-            self._swap_in()
 
     # Small things
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -68,9 +67,3 @@ class UpdateProgram:
     def extra_state(self) -> Iterable[Tensor]:
         """Device tensors that the update writes besides parameters, buffers and optimizer state."""
         return self.scaling.tensors()
-
-    def as_outside(self) -> AbstractContextManager[None]:
-        """Around code of the user: learning rates that it reads are the user's numbers, not tensors of ours."""
-        if self._preparation is None or not self._preparation.active:
-            return nullcontext()
-        return self._preparation.suspended()

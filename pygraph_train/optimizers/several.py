@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.state import StateWatch
-from pygraph_train.problems import Problem
 
 
 class OptimizerSet:
@@ -29,7 +26,6 @@ class OptimizerSet:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all members."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.members))
 
     @property
@@ -48,58 +44,45 @@ class OptimizerSet:
             optimizer.step()
 
 
-@contextmanager
-def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """All of these contexts, one inside of the other."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-class SeveralPreparations:
-    """What `OptimizerPreparation` is to one optimizer, for all of them: its methods do what they do there.
+class SeveralPreparations(OptimizerPreparation):
+    """What `OptimizerPreparation` is to one optimizer, for all of them. None of their numbers but the learning rates
+    is read anew.
 
     Args:
         optimizers: all of a step.
         emulated: see `OptimizerPreparation`.
     """
 
-    step_supports_scaler = False
-
     def __init__(self, optimizers: OptimizerSet, *, emulated: bool) -> None:
+        super().__init__(cast(Optimizer, optimizers), emulated=emulated)  # of no class of torch
         self._members = [OptimizerPreparation(o, emulated=emulated) for o in optimizers.members]
-        self._optimizers = optimizers
         self.state = StateWatch(*optimizers.members)
 
     @property
-    def generation(self) -> int:
-        """Grows whenever captures made before have become invalid."""
+    def generation(self) -> int:  # type: ignore[override]
         return sum(member.generation for member in self._members)
 
     @property
     def reason(self) -> str | None:
-        """Why the steps cannot be captured, None when they can."""
         return next((why for member in self._members if (why := member.reason) is not None), None)
 
     @property
-    def problem(self) -> Problem | None:
-        """`reason` as a row of the report."""
-        return next((problem for member in self._members if (problem := member.problem) is not None), None)
-
-    def what_changed(self) -> Problem:
-        return self._members[0].what_changed()
-
-    @property
     def active(self) -> bool:
-        """Whether this is inside of `prepared()`."""
         return any(member.active for member in self._members)
 
-    def prepared(self) -> AbstractContextManager[None]:
-        return _all(member.prepared() for member in self._members)
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.prepared())
+            yield
 
-    def suspended(self) -> AbstractContextManager[None]:
-        return _all(member.suspended() for member in self._members)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.suspended())
+            yield
 
     def sync(self) -> None:
         for member in self._members:
@@ -111,13 +94,6 @@ class SeveralPreparations:
 
     def hyperparameters(self) -> tuple[Any, ...]:
         return tuple(member.hyperparameters() for member in self._members)
-
-    def live_numbers(self, engine: Engine) -> LiveNumbers:
-        """None but the learning rates are read anew."""
-        return LiveNumbers(self._optimizers.members[0], (), engine)
-
-    def state_tensors(self) -> list[Tensor]:
-        return list(chain.from_iterable(member.state_tensors() for member in self._members))
 
     def remember(self) -> None:
         for member in self._members:
@@ -133,7 +109,5 @@ class SeveralPreparations:
 
 def preparation_of(optimizer: Any, engine: Engine) -> OptimizerPreparation:
     """What prepares an optimizer, or an `OptimizerSet`, for graphs of this engine."""
-    # several preparations have all of one that a graph needs
-    kind: Any = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
-    made: OptimizerPreparation = kind(optimizer, emulated=engine.name == "emulated")
-    return made
+    kind = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
+    return kind(optimizer, emulated=engine.name == "emulated")

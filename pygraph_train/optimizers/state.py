@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,24 +39,19 @@ class StateWatch:
         Raises:
             NotLegal: state was made. It is gone again.
         """
-        states = [optimizer.state for optimizer in self._optimizers]
-        before = [{id(p): (own, dict(own)) for p, own in s.items() if isinstance(own, dict)} for s in states]
-        made = False
+        objects, states = self._objects(), [optimizer.state for optimizer in self._optimizers]
+        before = [
+            (table, dict(table))
+            for table in chain(states, *(state.values() for state in states))
+            if isinstance(table, dict)
+        ]
         try:
             yield
         finally:
-            for state, noted in zip(states, before, strict=True):
-                for p, own in list(state.items()):
-                    known, values = noted.get(id(p), (None, {}))
-                    if not isinstance(own, dict):
-                        continue
-                    if known is not own:
-                        made |= bool(own)
-                        del state[p]
-                    elif not _same(_tensors(own), _tensors(values)):
-                        made = True
-                        own.clear()
-                        own.update(values)
+            made = not _same(objects, self._objects())
+            for table, entries in before:
+                table.clear()
+                table.update(entries)
         if made:
             raise NotLegal(
                 Problem(
@@ -67,11 +61,8 @@ class StateWatch:
 
     def _objects(self) -> list[Tensor]:
         all_own = chain.from_iterable(optimizer.state.values() for optimizer in self._optimizers)
-        return [t for own in all_own if isinstance(own, dict) for t in _tensors(own)]
-
-
-def _tensors(own: dict[Any, Any]) -> list[Tensor]:
-    return [value for value in own.values() if isinstance(value, Tensor)]
+        values = chain.from_iterable(own.values() for own in all_own if isinstance(own, dict))
+        return [value for value in values if isinstance(value, Tensor)]
 
 
 def _same(before: list[Tensor], after: list[Tensor]) -> bool:

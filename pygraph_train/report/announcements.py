@@ -77,9 +77,10 @@ def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -
     return why
 
 
-def show(report: object) -> None:
-    """Print a report, wherever that is possible."""
-    quietly(lambda: print(report))
+def show(report: StepReport) -> None:
+    """Print a report that says anything, wherever that is possible."""
+    if report.steps or report.fallbacks or report.notes or len(report.parts()) > 1:
+        quietly(lambda: print(report))
 
 
 def metrics_of(report: StepReport) -> dict[str, float]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pygraph_train.core.recording import RecordedRegion
-from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.report.announcements import tell_once
 
 from .models import DEVICE
+from .overwriting import replays_overwrite
 
 torch.set_num_threads(1)  # threads that wait for each other take longer than these models
 
@@ -31,7 +31,7 @@ def _tensors_are_made_on_the_device(request: pytest.FixtureRequest) -> Iterator[
 @pytest.fixture(autouse=True)
 def _replays_overwrite_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs of a device do, which share the memory of a pool."""
-    monkeypatch.setattr(EmulatedEngine, "overwrites", True)
+    replays_overwrite(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -418,7 +418,7 @@ def test_what_the_tape_cannot_hold_is_refused(engine: EmulatedEngine) -> None:
 
 def test_what_has_no_memory_is_recorded_as_nothing(engine: EmulatedEngine) -> None:
     graph, out = engine.capture(lambda: torch.empty(2, device="meta") + 1)
-    assert out.is_meta and not list(graph.tensors())
+    assert out.is_meta and graph.nodes == 0
     graph.replay()
 
 

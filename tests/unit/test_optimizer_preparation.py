@@ -166,8 +166,6 @@ def test_checkpoint_loaded_inside_prepared_keeps_its_plain_values() -> None:
     saved["param_groups"][0]["lr"] = 0.5
     with prep.prepared():
         optimizer.load_state_dict(saved)
-        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
-        assert optimizer.param_groups[0]["lr"].item() == 0.5
         assert_same(optimizer.state_dict(), saved)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert type(optimizer.param_groups[0]["lr"]) is float
@@ -180,31 +178,6 @@ def test_values_return_after_an_exception() -> None:
     with pytest.raises(KeyboardInterrupt), prep.prepared():
         raise KeyboardInterrupt
     assert_same([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups], expected)
-
-
-def test_prepared_nests() -> None:
-    _, optimizer = two_groups(FUSED_CPU["adamw"])
-    prep = OptimizerPreparation(optimizer, emulated=True)
-    with prep.prepared():
-        with prep.prepared():
-            pass
-        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
-    assert type(optimizer.param_groups[0]["lr"]) is float
-
-
-@pytest.mark.parametrize("assign", [True, False])
-def test_learning_rate_set_inside_prepared_is_kept(assign: bool) -> None:
-    _, optimizer = two_groups(FUSED_CPU["adamw"])
-    prep = OptimizerPreparation(optimizer, emulated=True)
-    with prep.prepared():
-        if assign:
-            optimizer.param_groups[0]["lr"] = 0.25
-        else:
-            optimizer.param_groups[0]["lr"].fill_(0.25)  # what a scheduler does with a tensor
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert type(optimizer.param_groups[0]["lr"]) is float
-    with prep.prepared():
-        assert optimizer.param_groups[0]["lr"].item() == 0.25
 
 
 def test_sync_fills_the_same_tensor_and_only_when_the_rate_changed() -> None:
@@ -270,7 +243,7 @@ class Renamed(Adam):
         (lambda p: torch.optim.Adafactor(p), "Adafactor reads"),
         (lambda p: torch.optim.Muon(p), "Muon reads its learning rate"),
         (lambda p: OverriddenStep(p, fused=True), "OverriddenStep is not one of torch.optim's"),
-        (lambda p: SGD(p, differentiable=True), "made with differentiable=True"),
+        (lambda p: SGD(p, differentiable=True), "group 0 of SGD was made with differentiable=True"),
         (
             lambda p: Adam(p, betas=(torch.tensor(0.9), torch.tensor(0.99)), fused=True),
             "tensor hyperparameter betas",
@@ -289,7 +262,7 @@ def test_differentiable_is_refused() -> None:
     _, optimizer = two_groups(FUSED_CPU["sgd"])
     optimizer.param_groups[1]["differentiable"] = True
     prep = OptimizerPreparation(optimizer, emulated=True)
-    assert prep.reason == "parameter group 1 of SGD has differentiable=True"
+    assert prep.reason == "parameter group 1 of SGD was made with differentiable=True"
 
 
 def test_subclass_that_inherits_its_step_is_supported() -> None:
@@ -425,8 +398,6 @@ def test_hyperparameters_follow_what_a_capture_bakes_in() -> None:
     prep = OptimizerPreparation(optimizer, emulated=True)
     first = prep.hyperparameters()
     hash(first)
-    with prep.prepared():
-        assert prep.hyperparameters() == first
     optimizer.param_groups[0]["lr"] = 0.7
     optimizer.param_groups[0]["initial_lr"] = 0.7
     assert prep.hyperparameters() == first
