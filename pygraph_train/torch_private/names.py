@@ -163,6 +163,12 @@ NAMES = {
         "what Dynamo does for its logs alone": "torch._dynamo.symbolic_convert: get_funcname",
         "what recurrent layers give": "torch._decomp.decompositions: one_layer_lstm one_layer_rnn",
     },
+    "attention of transformers gets masks that it does not need": {
+        "what a model asks while it is traced": """
+            torch._dynamo.variables: ConstantVariable UserFunctionVariable.call_function
+            torch._dynamo.variables.torch: tracing_state_functions
+        """,
+    },
     "explanations name fewer lines": {
         "what Dynamo tells of its traces": """
             torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import re
 import sys
 import threading
@@ -208,6 +209,39 @@ def _one_step_tells() -> Any:
     return standing_in([(stock, name, functools.partial(layer, getattr(stock, name))) for name in names])
 
 
+_COUNTS = {torch.arange, operator.add, "unsqueeze", "expand"}
+
+
+def _counts(node: torch.fx.Node) -> bool:
+    """Whether a tensor counts from some number on, whatever the step is given."""
+    numbers = node.target is torch.arange and len(node.args) == 1
+    return node.target in _COUNTS and (numbers or all(map(_counts, node.all_input_nodes[:1] or [node])))
+
+
+@contextmanager
+def _as_in_plain_training() -> Iterator[None]:
+    """Around a trace: transformers gives attention no mask where a model counts its positions itself. It would read
+    them, and give it a mask, and other kernels, where it is traced. Nothing is exported, as Dynamo has it in 2.11 and
+    2.12. (2.11 to 2.15)"""
+    from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    stock = UserFunctionVariable.call_function
+    masks = sys.modules.get("transformers.masking_utils")
+    reads = getattr(masks, "find_packed_sequence_indices", None)
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is reads and len(args) == 1 and _counts(args[0].as_proxy().node):
+            return ConstantVariable.create(None)
+        return stock(self, tx, args, kwargs)
+
+    with (
+        mock.patch.object(UserFunctionVariable, "call_function", call),
+        mock.patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False}),
+    ):
+        yield
+
+
 def _require_grad(tensor: torch.Tensor) -> None:
     before = torch._C._functorch.get_inplace_requires_grad_allowed()
     torch._C._functorch.set_inplace_requires_grad_allowed(True)  # AOTAutograd traces it as well
@@ -259,7 +293,14 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-_AROUND_A_TRACE = _counting, _without_advice, _without_further_work, _one_step_tells, _inner_leaves
+_AROUND_A_TRACE = (
+    _counting,
+    _without_advice,
+    _without_further_work,
+    _one_step_tells,
+    _as_in_plain_training,
+    _inner_leaves,
+)
 
 _BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 _IN_WORDS = {

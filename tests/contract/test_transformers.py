@@ -61,6 +61,27 @@ def test_language_models(run: Run, kind: str) -> None:
         step(item["input_ids"][None].to(DEVICE))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.quick
+@same_as_plain(replays=6)
+def test_attention_has_the_kernels_of_plain_training(run: Run, packed: bool) -> None:
+    """A model that counts positions itself gives attention no mask, and one that is given them may have to."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE)
+    given = {"position_ids": torch.arange(12, device=DEVICE)[None] % 5} if packed else {}
+
+    def loss_of(words: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return model(input_ids=words, labels=words, **given).loss
+
+    step = run.step(loss_of, model=model, optimizer=adamw(model))
+    for number in range(16):
+        torch.manual_seed(number)
+        step(torch.randint(64, (3, 12), device=DEVICE))
+
+
 # on CUDA the traced model has other kernels of attention: it cannot ask whether a mask is empty
 @WAYS
 @pytest.mark.quick
