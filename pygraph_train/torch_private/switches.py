@@ -10,14 +10,13 @@ import torch
 
 from pygraph_train.torch_private.names import private
 
-_NAMES = """
-    flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled overrideable_sdp_enabled
-    math_sdp_allow_fp16_bf16_reduction cudnn_enabled cudnn_benchmark cudnn_deterministic cudnn_allow_tf32
-    cublas_allow_fp16_accumulation float32_matmul_precision mkldnn_enabled
-"""
+_NAMES = [f"{kernel}_sdp_enabled" for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable")]
+_NAMES += [f"cudnn_{what}" for what in ("enabled", "benchmark", "deterministic", "allow_tf32")]
+_NAMES += ["math_sdp_allow_fp16_bf16_reduction", "cublas_allow_fp16_accumulation"]
+_NAMES += ["float32_matmul_precision", "mkldnn_enabled"]
 _ORDER: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", list)
 _CALL: Callable[[Any], Any] = getattr(operator, "call", lambda read: read())  # Python 3.10 has none
-_READ = [read for name in _NAMES.split() if (read := getattr(torch._C, f"_get_{name}", None)) is not None]
+_READ = [read for name in _NAMES if (read := getattr(torch._C, f"_get_{name}", None)) is not None]
 
 
 def kernel_switches() -> tuple[Any, ...]:
