@@ -119,6 +119,8 @@ def _engine_for(options: BackendOptions, examples: Sequence[Any]) -> Engine | No
 class _Owner(PhaseRegions):
     """What the regions of one graph have in common."""
 
+    owns = False
+
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         boundary = Boundary(rest=self.close)
         super().__init__(engine, options, tuple, self._tell, boundary, delivers=False, inference=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class Delivery:
         totals: list[Tensor] = []
         there: list[Tensor] = []
         for p, g in zip(parameters, found, strict=True):
-            if g is not None and p.grad is g:
+            if g is not None and lies_at(p.grad, g):
                 total = self._sums.get(id(p))
                 if total is None or total is g or looks(total) != looks(g):
                     total = self._sums[id(p)] = torch.empty_like(g)
@@ -140,6 +140,11 @@ class Delivery:
         for p, total in zip(moved, totals, strict=True):
             p.grad = total
         return False
+
+
+def lies_at(gradient: Tensor | None, place: Tensor) -> bool:
+    """Whether a gradient lies at a place, where autograd keeps tensors of its own."""
+    return gradient is place or (type(gradient) is Tensor and gradient.data_ptr() == place.data_ptr())
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:
@@ -324,17 +329,29 @@ def _for_autograd(
     way: Way | None = None if delivers else ctx.way
     sent = [found[k] for k in (ctx.returned if way is None else (*ctx.returned, *ctx.delivered))]
     if sent and not lasting:
-        sent = _copies(sent)
+        stay = () if ctx.delivered else ctx.slot.stay
+        if stay and not reaches(ctx.next_functions[min(stay)][0]):  # they go to who asked for them
+            stay = ()
+        sent = _copies(sent, stay)
     made = [None, *sent[: len(ctx.returned)]]
     if way is not None:
         made.append(way.send(sent[len(ctx.returned) :]))
     return (*made, *[None] * (len(ctx.needs_input_grad) - len(made)))
 
 
-def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    copies = [None if t is None else as_part_of(t, torch.empty_like(local_tensor(t))) for t in tensors]
-    if any(c is not None for c in copies):  # kernels for many tensors refuse none
-        copy_all(*(local_tensors([t for t in given if t is not None]) for given in (copies, tensors)))
+def _copies(tensors: Sequence[Tensor | None], stay: Collection[int] = ()) -> list[Tensor | None]:
+    """Copies, but for those at some positions: autograd keeps a tensor that nobody else has where it lies."""
+    copies = [
+        t if t is None else t.detach() if k in stay else as_part_of(t, torch.empty_like(local_tensor(t)))
+        for k, t in enumerate(tensors)
+    ]
+    pairs = [
+        (c, t)
+        for k, (c, t) in enumerate(zip(copies, tensors, strict=True))
+        if t is not None and k not in stay
+    ]
+    if pairs:  # kernels for many tensors refuse none
+        copy_all(*map(local_tensors, zip(*pairs, strict=True)))
     return copies
 
 

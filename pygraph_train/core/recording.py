@@ -131,11 +131,13 @@ class RegionCall:
         generation: grows with each forward.
         ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
         recorded: whether forward and backward come from graphs.
+        stay: positions in `leads` of parameters whose gradients autograd gets as they lie.
         adds: whether a backward adds gradients of parameters to what lies at their places.
     """
 
     recorded = True
     adds = False
+    stay: frozenset[int] = frozenset()
     differ: list[int]
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
@@ -293,6 +295,7 @@ class RecordedRegion(RegionCall):
         self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
         self.gives_up = len(region.asked) == 1 and not (region.keeps or row)
         self.adds = region.adds and self.gives_up
+        self._hands_on = overlaps and not region.owner.delivers
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
@@ -384,8 +387,15 @@ class RecordedRegion(RegionCall):
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
         if self.region.owner.divided and any(unreached):
             raise Unrecordable("one of its inputs gets no gradient")
-        for gradient, key in zip(gradients, self._keys, strict=True):
-            if gradient is not None and not (key and self.region.owner.delivers):
+        of_parameters = {k: g for k, g in enumerate(gradients) if g is not None and self._keys[k] is not None}
+        if self._hands_on:
+            others = (t for t in (*self._static, *self._outputs, *seeds.values()) if isinstance(t, Tensor))
+            places = list(map(memory_of, (*of_parameters.values(), *others)))
+            self.stay = frozenset(k for k, g in of_parameters.items() if places.count(memory_of(g)) == 1)
+            self.region.owner.gradients |= {cast(int, self._keys[k]): of_parameters[k] for k in self.stay}
+        kept = self.stay if self._hands_on else of_parameters if self.region.owner.delivers else ()
+        for k, gradient in enumerate(gradients):
+            if gradient is not None and k not in kept:
                 _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]

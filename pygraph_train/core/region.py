@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.memory import Lent, Memory, Row, first_memory, forget_memory, free_memory, idle_memory
-from pygraph_train.core.node import Delivery, is_asked_for, looks, replay
+from pygraph_train.core.node import Delivery, is_asked_for, lies_at, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
@@ -128,6 +128,7 @@ class PhaseRegions:
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
         parts: in the present step, calls of regions.
+        owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
         divided, refused: whether graphs have DTensors, and whether one of these cannot be divided into parts.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
@@ -140,6 +141,8 @@ class PhaseRegions:
         settle: called before the first recording: what lies between activations that are gone moves out of there.
         pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
     """
+
+    owns = True
 
     def __init__(
         self,
@@ -786,7 +789,9 @@ class PhaseRegion:
         backward puts gradients there while a forward waits for its own, where a step has made one forward so far.
         """
         owner = self.owner
-        alone = owner.delivers and len(owner.regions) == 1 and not (owner.gradients or owner.divided)
+        alone = (
+            owner.owns and len(owner.regions) == 1 and not (owner.gradients or owner.divided or owner.lent)
+        )
         once = len(self.asked) == 1 and not (self.keeps or self.inference) and owner.config.backward != "off"
         return (
             alone
@@ -812,7 +817,7 @@ class PhaseRegion:
         """Around what computes gradients where others lie: the host has memory for a copy of these."""
         places = self.owner.gradients
         held = [(t.grad, places.get(id(t))) for t in self._fixed_of(given)]
-        lie = [place for g, place in held if place is not None and place is g]
+        lie = [place for g, place in held if place is not None and lies_at(g, place)]
         before = Backup(self.owner.engine.device, lie) if lie else None
         try:
             yield

@@ -785,6 +785,35 @@ def a_fabric(run: Run, rank: int, *, how: str, accumulate: int = 1, fails: str =
             run.snapshot(f"after {number}")
 
 
+def a_fabric_whose_gradients_are_read_late(run: Run, rank: int) -> None:
+    """Gradients are read behind the next forward, emptied behind it, and asked for without `backward`."""
+    from lightning.fabric.strategies import DDPStrategy
+
+    from .frameworks import fabric
+
+    made = fabric(run, strategy=DDPStrategy(), devices=2)
+    model, optimizer = made.setup(net := Net(), adamw(net))
+    run.watch(model, optimizer)
+    torch.manual_seed(rank)
+    kept: list[Tensor] = []
+    for number, (x, y) in enumerate(batches(40, seed=rank)):
+        if number % 10 < 6:
+            optimizer.zero_grad()
+        if number % 7 == 6:
+            kept = list(torch.autograd.grad(cross_entropy(net(x), y), list(net.parameters())))
+        loss = cross_entropy(model(x), y)
+        if number % 10 >= 6:
+            run.note("gradients of the step before", [p.grad for p in net.parameters()])
+            optimizer.zero_grad()
+        run.note("kept", kept)
+        if number > 30:  # two forwards wait for their backward
+            run.note("another loss", cross_entropy(net(x), y))
+        made.backward(loss)
+        run.note("gradients", [p.grad for p in net.parameters()])
+        optimizer.step()
+        run.snapshot(f"after {number}")
+
+
 def a_trainer_of_transformers(run: Run, rank: int, *, way: str, **options: Any) -> None:
     from .frameworks import sentences, trainer
 

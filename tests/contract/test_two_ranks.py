@@ -290,6 +290,11 @@ def test_a_fabric_one_rank_of_which_has_no_graphs(ranks: Ranks, how: str, fails:
     trained(ranks, "a_fabric", options=options, refused="one rank cannot replay")
 
 
+def test_gradients_that_are_read_late(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.fabric")
+    trained(ranks, "a_fabric_whose_gradients_are_read_late", replays=12)
+
+
 @pytest.mark.parametrize("attach", [True, False])
 @pytest.mark.slow_after(1)
 def test_blocks_of_shards_with_accelerate(ranks: Ranks, attach: bool) -> None:
