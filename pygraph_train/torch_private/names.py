@@ -156,7 +156,7 @@ NAMES = {
             torch._dynamo.guards: GuardBuilder.TYPE_MATCH
             torch._dynamo.variables: UserDefinedObjectVariable
             torch._dynamo.variables.builder: VariableBuilder._type_dispatch
-            torch._dynamo.variables.optimizer: OptimizerVariable
+            torch._dynamo.variables.optimizer: OptimizerVariable._set_capturable
         """,
     },
     "the first steps take longer": {
@@ -165,7 +165,7 @@ NAMES = {
     },
     "attention of transformers gets masks that it does not need": {
         "what a model asks while it is traced": """
-            torch._dynamo.variables: ConstantVariable UserFunctionVariable.call_function
+            torch._dynamo.variables: ConstantVariable.create UserFunctionVariable.call_function
             torch._dynamo.variables.torch: tracing_state_functions
         """,
     },

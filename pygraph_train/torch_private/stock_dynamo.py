@@ -205,8 +205,8 @@ def _one_step_tells() -> Any:
         one, last = whole(given.narrow(0, 0, 1), *others, **named)
         return one.repeat(given.shape[0], 1, 1), last
 
-    names = "one_layer_lstm", "one_layer_rnn"
-    return standing_in([(stock, name, functools.partial(layer, getattr(stock, name))) for name in names])
+    lstm, rnn = (functools.partial(layer, whole) for whole in (stock.one_layer_lstm, stock.one_layer_rnn))
+    return standing_in([(stock, "one_layer_lstm", lstm), (stock, "one_layer_rnn", rnn)])
 
 
 _COUNTS = {torch.arange, operator.add, "unsqueeze", "expand"}
