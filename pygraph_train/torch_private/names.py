@@ -171,7 +171,7 @@ NAMES = {
     },
     "explanations name fewer lines": {
         "what Dynamo tells of its traces": """
-            torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids
+            torch._dynamo.convert_frame: input_codes
             torch._dynamo.utils: get_compilation_metrics
         """,
     },

@@ -346,19 +346,17 @@ def looking() -> Iterator[None]:
 
     The garbage collection does not see compiled code: where it holds what holds it, nothing is ever freed.
     """
-    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo import convert_frame
 
-    before = set(input_codes.seen_ids)
+    known = convert_frame.input_codes
+    found = type(known)()
     try:
-        with _without_advice():
+        with _without_advice(), standing_in([(convert_frame, "input_codes", found)]):
             yield
     finally:
-        codes = [c for seen in input_codes.seen if (c := seen()) is not None and id(c) not in before]
-        ids = set(map(id, codes))
-        input_codes.seen[:] = [seen for seen in input_codes.seen if id(seen()) not in ids]
-        input_codes.seen_ids -= ids
-        for code in codes:
-            torch._C._dynamo.eval_frame.reset_code(code)
+        for code in (held() for held in found.seen):
+            if code is not None and code not in known:
+                torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _listen() -> None:
