@@ -243,10 +243,10 @@ def _as_in_plain_training() -> Iterator[None]:
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
-    before = torch._C._functorch.get_inplace_requires_grad_allowed()
-    torch._C._functorch.set_inplace_requires_grad_allowed(True)  # AOTAutograd traces it as well
-    tensor.requires_grad_()
-    torch._C._functorch.set_inplace_requires_grad_allowed(before)
+    with torch._functorch.eager_transforms.enable_inplace_requires_grad(
+        True
+    ):  # AOTAutograd traces it as well
+        tensor.requires_grad_()
 
 
 @contextmanager
