@@ -243,9 +243,8 @@ def _as_in_plain_training() -> Iterator[None]:
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
-    with torch._functorch.eager_transforms.enable_inplace_requires_grad(
-        True
-    ):  # AOTAutograd traces it as well
+    # AOTAutograd traces it as well
+    with torch._functorch.eager_transforms.enable_inplace_requires_grad(True):
         tensor.requires_grad_()
 
 

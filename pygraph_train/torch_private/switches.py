@@ -34,12 +34,10 @@ is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_s
 _DeviceContext: Any = private("torch.utils._device.DeviceContext")
 
 
-def function_modes() -> list[Any]:
-    """The `TorchFunctionMode`s of this thread, without the one that `torch.set_default_device` is. Hot path."""
-    if not (count := torch._C._len_torch_function_stack()):
-        return []
-    modes = map(torch._C._get_function_stack_at, range(count))
-    return [mode for mode in modes if type(mode) is not _DeviceContext]
+def function_modes() -> bool:
+    """Whether this thread has a `TorchFunctionMode` besides the one that `torch.set_default_device` is. Hot path."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not {_DeviceContext}.issuperset(map(type, modes))
 
 
 has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._has_any_global_hook")
