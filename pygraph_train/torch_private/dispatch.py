@@ -20,8 +20,7 @@ else:
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
-    autocast_off = torch.autocast("cpu", enabled=False)
-    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), autocast_off:
+    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), torch.autocast("cpu", enabled=False):
         yield
 
 

@@ -58,9 +58,8 @@ def is_transformed() -> bool:
 
 def compiled_autograd_wanted() -> bool:
     """Whether backwards of what is compiled now will be traced. (2.11 to 2.15)"""
-    import torch._dynamo.config as config
-
-    return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
+    wanted = torch._dynamo.config.compiled_autograd  # type: ignore[attr-defined]
+    return bool(wanted or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
 
 
 def reaches(node: Any, *, asked: bool = False) -> bool:

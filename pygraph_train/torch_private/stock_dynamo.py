@@ -105,7 +105,6 @@ _APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.comp
 """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share code,
 such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
 
-
 _MOST_ANEW = 8
 """So often a function whose step raised while it was traced is traced as if it were another one."""
 
@@ -159,8 +158,7 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         changes.enter_context(not_collecting())
-        _here.device = torch.get_default_device().type
-        changes.callback(setattr, _here, "device", None)
+        changes.enter_context(standing_in([(_here, "device", torch.get_default_device().type)]))
         _here.settings = changes
         function = _here.called[-1]
         sizes = functools.partial(function.around, *function.given)
@@ -176,10 +174,9 @@ _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
 def _counting() -> Any:
     """Around a trace: the counter of a torchmetrics object is a number that changes, which takes no second trace to
     find out. (2.11 to 2.15)"""
-    import torch.compiler.config as config
-
+    config: Any = torch.compiler.config
     sources = filter(None, (config.dynamic_sources, r".*\._update_count$"))
-    return config.patch(dynamic_sources=",".join(sources))  # type: ignore[attr-defined]
+    return config.patch(dynamic_sources=",".join(sources))
 
 
 def _without_further_work() -> Any:
