@@ -115,7 +115,7 @@ NAMES = {
         "operators as the emulated engine and dispatch modes see them": """
             torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _TorchDispatchModeKey.FAKE
                 _get_dispatch_mode _set_grad_enabled
-            torch._ops: HigherOrderOperator OpOverload
+            torch._ops: HigherOrderOperator
             torch._subclasses.fake_tensor: FakeTensor
             torch.utils._python_dispatch: TorchDispatchMode
         """,
