@@ -34,16 +34,12 @@ def _find(name: str) -> Any:
         return _ABSENT
 
 
-class MissingName(PyGraphError):
-    """Code of the library has used a private name that this torch lacks."""
-
-
 class _Missing(type):
-    """The class of stand-ins for missing names: to use one raises MissingName, to derive a class from one does not."""
+    """The class of stand-ins for missing names: to use one raises PyGraphError, to derive a class from one does not."""
 
     def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
         name = next(c.__name__ for c in cls.__mro__ if c.__name__.startswith("torch."))
-        raise MissingName(str(_lacks(name)))
+        raise PyGraphError(str(_lacks(name)))
 
     __call__ = __instancecheck__ = __subclasscheck__ = _refuse
 
