@@ -62,10 +62,7 @@ def _lacks(what: str) -> Problem:
 
 @functools.cache
 def lacking() -> Problem | None:
-    """Why this torch cannot have graphs, None where it has every name that they need.
-
-    Looks once in a process, and logs what it finds.
-    """
+    """Why this torch cannot have graphs, None where it has all names that they need. Looks, and logs it, once."""
     missing = [name for name, _, instead in _missing() if instead == GRAPHS]
     if not missing:
         return None
@@ -75,30 +72,29 @@ def lacking() -> Problem | None:
     return problem
 
 
-def _is_newer_than_tried() -> bool:
-    """Whether this torch is of a minor version that the library was not tried with."""
+def _newer() -> str:
+    """What to say of a torch whose minor version is newer than all that were tried; nothing of another one."""
     here, newest = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, TRIED[-1]))
-    return here > newest
+    told = (
+        f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that pygraph-train was tried with"
+    )
+    return told if here > newest else ""
 
 
 def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
     missing = _missing()
     told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
-    if _is_newer_than_tried():
-        told.append(
-            f"Nobody knows what works here: torch {torch.__version__} is newer than {TRIED[-1]}, the newest that "
-            "pygraph-train was tried with."
-        )
+    if newer := _newer():
+        told.append(f"Nobody knows what works here: {newer}.")
     return told, all(instead != GRAPHS for _, _, instead in missing)
 
 
 @functools.cache
 def tell_if_newer() -> None:
     """Log a line where this torch is newer than every one that the library was tried with, once in a process."""
-    if _is_newer_than_tried():
-        told = "pygraph: torch %s is newer than every version that pygraph-train was tried with (%s to %s)"
-        _log.warning(told, torch.__version__, TRIED[0], TRIED[-1])
+    if newer := _newer():
+        _log.warning("pygraph: %s", newer)
 
 
 NAMES = {
