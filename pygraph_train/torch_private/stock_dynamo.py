@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -80,10 +80,9 @@ def _tell_dynamo() -> None:
     _left.clear()
 
 
-_METHODS_OF_METRICS = {
-    "Metric": ("forward", "_wrap_update", "_wrap_compute"),
-    "MetricCollection": ("forward", "update"),
-}
+_OF_METRICS = (
+    "Metric.forward Metric._wrap_update Metric._wrap_compute MetricCollection.forward MetricCollection.update"
+)
 
 
 def _of_metrics() -> Iterator[types.CodeType]:
@@ -93,12 +92,11 @@ def _of_metrics() -> Iterator[types.CodeType]:
     traced within the step.
     """
     package = sys.modules.get("torchmetrics")
-    for owner, names in _METHODS_OF_METRICS.items():
-        for name in names:
-            method = getattr(getattr(package, owner, None), name, None)
-            if isinstance(method, types.FunctionType):
-                consts = method.__code__.co_consts  # with the functions that it makes
-                yield from (c for c in (method.__code__, *consts) if isinstance(c, types.CodeType))
+    for name in _OF_METRICS.split():
+        with suppress(AttributeError):  # it is not there
+            code = operator.attrgetter(f"{name}.__code__")(package)
+            # with the functions that it makes
+            yield from (c for c in (code, *code.co_consts) if isinstance(c, types.CodeType))
 
 
 _APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
