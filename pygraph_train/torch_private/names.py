@@ -115,8 +115,7 @@ NAMES = {
             torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_ _foreach_neg_ _foreach_zero_
             torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
             torch._dynamo: OptimizedModule config.patch graph_break lookup_backend maybe_mark_dynamic
-            torch._dynamo.callback: callback_handler.register_start_callback
-                callback_handler.start_callbacks
+            torch._dynamo.callback: callback_handler.register_start_callback callback_handler.start_callbacks
             torch._dynamo.compiled_autograd: compiled_autograd_enabled
             torch._dynamo.config: compiled_autograd ignore_logging_functions
             torch._dynamo.types: FrameAction.SKIP FrameExecStrategy

@@ -65,9 +65,7 @@ def compiled_autograd_wanted() -> bool:
 def reaches(node: Any, *, asked: bool = False) -> bool:
     """Whether the present backward runs this node: `autograd.grad` and `backward(inputs=...)` run a part of the graph.
 
-    Args:
-        node: of the graph.
-        asked: the answer for a leaf that `autograd.grad` was asked for. (2.11 to 2.15)
+    `asked` is the answer for a leaf that `autograd.grad` was asked for. (2.11 to 2.15)
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

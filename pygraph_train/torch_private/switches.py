@@ -22,8 +22,7 @@ _READ = [read for name in _NAMES if (read := getattr(torch._C, f"_get_{name}", N
 def kernel_switches() -> tuple[Any, ...]:
     """What decides, besides the shapes, which kernels run. (2.11 to 2.15) Hot path.
 
-    Dynamo's guards cover further switches: deterministic algorithms, the default dtype, TF32 and reduced precision of
-    cuBLAS.
+    Dynamo guards further ones: deterministic algorithms, the default dtype, TF32 and reduced precision of cuBLAS.
     """
     return (*map(_CALL, _READ), *_ORDER())
 
@@ -45,10 +44,6 @@ has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._
 
 
 def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:
-    """Whether hooks get what is saved for a backward just now. (2.11 to 2.15) Hot path.
-
-    Args:
-        checkpoints: whether those of `torch.utils.checkpoint` count.
-    """
+    """Whether hooks get what is saved for a backward now; `checkpoints`: those of torch count. (2.11 to 2.15) Hot path."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and (checkpoints or hooks[0].__module__ != "torch.utils.checkpoint")
