@@ -75,9 +75,7 @@ def lacking() -> Problem | None:
 def _newer() -> str:
     """What to say of a torch whose minor version is newer than all that were tried; nothing of another one."""
     here, newest = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, TRIED[-1]))
-    told = (
-        f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that pygraph-train was tried with"
-    )
+    told = f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that was tried with this library"
     return told if here > newest else ""
 
 
@@ -86,7 +84,7 @@ def what_is_off() -> tuple[list[str], bool]:
     missing = _missing()
     told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
     if newer := _newer():
-        told.append(f"Nobody knows what works here: {newer}.")
+        told.append(f"{newer}.")
     return told, all(instead != GRAPHS for _, _, instead in missing)
 
 
