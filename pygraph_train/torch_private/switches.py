@@ -44,6 +44,9 @@ has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._
 
 
 def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:
-    """Whether hooks get what is saved for a backward now; `checkpoints`: those of torch count. (2.11 to 2.15) Hot path."""
+    """Whether hooks get what is saved for a backward just now. (2.11 to 2.15) Hot path.
+
+    `checkpoints` says whether those of `torch.utils.checkpoint` count.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and (checkpoints or hooks[0].__module__ != "torch.utils.checkpoint")
