@@ -58,8 +58,7 @@ def placements_of(tensor: torch.Tensor) -> Any:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,10 +69,9 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def as_part_of(tensor: torch.Tensor, part: torch.Tensor, placements: Any = None) -> torch.Tensor:
+def as_part_of(whole: Any, part: torch.Tensor, placements: Any = None) -> torch.Tensor:
     """A DTensor like this one, of which this process holds that part; the part itself where it is none."""
-    whole: Any = tensor
-    if local_tensor(tensor) is tensor:
+    if local_tensor(whole) is whole:
         return part
     like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
     return whole.from_local(part, whole.device_mesh, placements or whole.placements, **like)  # type: ignore[no-any-return]

@@ -80,11 +80,6 @@ def _tell_dynamo() -> None:
     _left.clear()
 
 
-_OF_METRICS = (
-    "Metric.forward Metric._wrap_update Metric._wrap_compute MetricCollection.forward MetricCollection.update"
-)
-
-
 def _of_metrics() -> Iterator[types.CodeType]:
     """What torchmetrics runs for a metric that no graph can hold.
 
@@ -92,7 +87,8 @@ def _of_metrics() -> Iterator[types.CodeType]:
     traced within the step.
     """
     package = sys.modules.get("torchmetrics")
-    for name in _OF_METRICS.split():
+    of_one = "Metric.forward", "Metric._wrap_update", "Metric._wrap_compute"
+    for name in (*of_one, "MetricCollection.forward", "MetricCollection.update"):
         with suppress(AttributeError):  # it is not there
             code = operator.attrgetter(f"{name}.__code__")(package)
             # with the functions that it makes
@@ -116,9 +112,8 @@ def _copied(fn: Callable[..., Any]) -> Any:
         return types.MethodType(_copied(fn.__func__), fn.__self__)
     if not isinstance(fn, types.FunctionType):
         return fn
-    copy = types.FunctionType(
-        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
+    code = fn.__code__.replace()
+    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
 
@@ -483,8 +478,7 @@ _CALLS = "_compiled_call_impl", "forward"
 def call_of(module: torch.nn.Module, *, within: bool = False) -> Callable[..., Any] | None:
     """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it, or (`within`) of the
     forward alone. (2.11 to 2.15)"""
-    call: Callable[..., Any] | None = module.__dict__.get(_CALLS[within])
-    return call
+    return module.__dict__.get(_CALLS[within])
 
 
 def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None, *, within: bool = False) -> None:
