@@ -251,24 +251,6 @@ class OptimizerPreparation:
         device = next(p.get_device() for group in self._optimizer.param_groups for p in group["params"])
         return _Groups(baked, device, changes, self._class in FUSED and self._all_fused())
 
-    @property
-    def active(self) -> bool:
-        """Whether this is inside of `prepared()`."""
-        return bool(self._saved)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside `prepared()`: code that is not ours meets what it would meet outside."""
-        groups = self._groups
-        if not self._saved or groups is None:
-            yield
-            return
-        self._swap_out()
-        try:
-            yield
-        finally:
-            self._swap_in(groups)
-
     def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
         self._move_host_state()

@@ -52,8 +52,6 @@ class UpdateProgram:
         scaling: what the loop's GradScaler does for the optimizer.
     """
 
-    _preparation: OptimizerPreparation | None = None  # once it was asked whether the update stays outside
-
     def __init__(self, optimizer: Any, device: torch.device, scaler: torch.amp.GradScaler | None) -> None:
         self.optimizer: torch.optim.Optimizer | None = optimizer
         self.device = device
@@ -61,7 +59,6 @@ class UpdateProgram:
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
-        self._preparation = preparation
         return self.scaling.why_update_stays_outside(preparation)
 
     def extra_state(self) -> Iterable[Tensor]:
