@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.preparation import OptimizerPreparation, outside_of_graphs
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
 
@@ -37,6 +37,12 @@ def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
     """The parameters of `model` that `optimizer` does not hold."""
     held = set(map(id, optimized(optimizer)))
     return [p for p in model.parameters() if id(p) not in held]
+
+
+def why_update_is_plain(program: UpdateProgram, preparation: OptimizerPreparation) -> Problem | None:
+    """Why the update of such a step gets no graph."""
+    reason = preparation.reason or program.why_update_stays_outside(preparation)
+    return None if reason is None else outside_of_graphs(reason)
 
 
 class UpdateProgram:
