@@ -18,11 +18,11 @@ from replays import text_of
 from torch import nn
 from training import Net, batches, both, loss_of, sgd
 
-from pygraph_train import GraphedStep
+from pygraph_train import GraphedStep, PyGraphError
 from pygraph_train.diagnosis.doctor import check
 from pygraph_train.graphs import make_engine
 from pygraph_train.torch_private import names
-from pygraph_train.torch_private.names import MissingName, private
+from pygraph_train.torch_private.names import private
 
 
 @pytest.mark.quick
@@ -135,6 +135,6 @@ def test_what_stands_in_for_a_missing_name_says_so_where_it_is_used() -> None:
         """As dispatch modes are derived."""
 
     for use in (gone, Derived, lambda: gone.of_it, lambda: isinstance(3, gone)):
-        with pytest.raises(MissingName, match=r"lacks torch\._C\._no_such_name"):
+        with pytest.raises(PyGraphError, match=r"lacks torch\._C\._no_such_name"):
             use()
     assert private("torch.nn.Linear") is nn.Linear and GraphedStep is not None

@@ -236,7 +236,6 @@ class _FabricProgram(LossProgram):
             yield self.norm
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        self._preparation = preparation
         if self.scaling.on and self._clipping.reads_on_host:
             return (
                 "the norm of the gradients is read on the host between unscaling and the optimizer's step. Pass "

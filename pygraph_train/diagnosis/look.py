@@ -18,6 +18,7 @@ from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.graphs.devices import make_engine
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.program import why_update_is_plain
 from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.patches import standing_in
 from pygraph_train.plans import graphs_apart
@@ -26,7 +27,7 @@ from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.module_call import tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
-from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
+from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases
 from pygraph_train.step.program import plain_call
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, looking, traced_again
 

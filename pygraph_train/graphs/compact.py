@@ -17,31 +17,26 @@ _SHARE = 32
 
 
 @torch.no_grad()
-def move_together(tensors: Sequence[Tensor], engine: Engine) -> bool:
+def move_together(tensors: Sequence[Tensor], engine: Engine) -> None:
     """Give tensors memory beside each other (`t.data`).
 
     They are moved in the order of their addresses: a segment of the allocator goes back to the device when the last
-    tensor has left it, so few of them are in memory twice.
+    tensor has left it, so few of them are in memory twice. Where there is no memory for a copy, the others stay.
 
     Args:
         tensors: plain ones, on the engine's device.
-    Returns:
-        Whether any was moved. Where the device has no memory left for a copy, the others stay where they are.
     """
     engine.trim()
-    moved = False
     for few in _parts(sorted(tensors, key=Tensor.data_ptr)):
         try:
             with engine.lasting_memory():
                 copies = [t.clone() for t in few]
         except torch.OutOfMemoryError:
-            break
+            return
         for t, copy in zip(few, copies, strict=True):
             t.data = copy
-        moved = True
         del copies, copy
         engine.trim()
-    return moved
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -25,7 +25,6 @@ from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
-    OpOverload,
     TorchDispatchMode,
     below_autograd,
     computes_shapes,
@@ -300,7 +299,7 @@ class _Tape(TorchDispatchMode):
             generator.set_state(state)
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not isinstance(func, OpOverload):
+        if not hasattr(func, "overloadpacket"):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
         if func.namespace in _COLLECTIVES:
             raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")

@@ -11,7 +11,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UNSCALED, UpdateProgram, optimized
+from pygraph_train.optimizers.program import UNSCALED, UpdateProgram, optimized, why_update_is_plain
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
@@ -165,9 +165,9 @@ class OptimizerGraph:
     def _refused(self) -> bool:
         if self._preparation is None:
             self._preparation = OptimizerPreparation(self.optimizer, emulated=self._engine.name == "emulated")
-            reason = self._preparation.reason or self._program.why_update_stays_outside(self._preparation)
-            if reason is not None:
-                self._turn_off(Problem(f"the optimizer runs outside of graphs: {reason}"))
+            problem = why_update_is_plain(self._program, self._preparation)
+            if problem is not None:
+                self._turn_off(problem)
         return self._off
 
     def _turn_off(self, problem: Problem) -> None:

@@ -30,7 +30,7 @@ from pygraph_train.graphs.engine import (
     problem_of,
 )
 from pygraph_train.graphs.inputs import CopiedInputs
-from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.preparation import OptimizerPreparation, outside_of_graphs
 from pygraph_train.optimizers.program import UpdateProgram, optimized
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
@@ -198,7 +198,7 @@ class OptimizerPhase:
         try:
             layout = Layout.of(gradients)
         except RuntimeError as error:
-            self.problem = self._preparation.problem or _outside(str(error))
+            self.problem = self._preparation.problem or outside_of_graphs(str(error))
             return body()
         key = layout.missing
         capture = self._captures.get(key)
@@ -285,20 +285,20 @@ class OptimizerPhase:
         started = time.perf_counter()
         preparation = self._preparation
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
-            self.problem = _outside(reason)
+            self.problem = outside_of_graphs(reason)
             return None
         if any(
             placements_of(g) != placements_of(p)
             for p, g in zip(parameters, gradients, strict=True)
             if g is not None
         ):
-            self.problem = _outside(COMMUNICATES)  # the parts of a sum, which the update adds up
+            self.problem = outside_of_graphs(COMMUNICATES)  # the parts of a sum, which the update adds up
             return None
         preparation.settle(self._engine)
         try:
             inputs = self._inputs(layout.present)
         except IndirectionUnavailable as error:
-            self.problem = _outside(str(error))
+            self.problem = outside_of_graphs(str(error))
             return None
         parts = iter(inputs.stand_ins)
         stand_ins = [None if g is None else as_part_of(g, next(parts)) for g in gradients]
@@ -465,11 +465,7 @@ class OptimizerPhase:
             self._forget(key)
 
 
-def _outside(reason: str, fix: str = "") -> Problem:
-    return Problem(f"the optimizer runs outside of graphs: {reason}", fix=fix)
-
-
-_ABSENT = _outside(
+_ABSENT = outside_of_graphs(
     "which parameters have gradients changes again and again",
     f"Let at most {_MOST_SETS} sets of parameters take turns, or give each group an optimizer of its own",
 )

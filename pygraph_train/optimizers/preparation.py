@@ -161,7 +161,7 @@ class OptimizerPreparation:
     def problem(self) -> Problem | None:
         """`reason` as a row of the report."""
         reason = self.reason
-        return None if reason is None else Problem(f"the optimizer runs outside of graphs: {reason}")
+        return None if reason is None else outside_of_graphs(reason)
 
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
@@ -250,24 +250,6 @@ class OptimizerPreparation:
         changes = [dict(self._plan(group).changes) for group in self._optimizer.param_groups]
         device = next(p.get_device() for group in self._optimizer.param_groups for p in group["params"])
         return _Groups(baked, device, changes, self._class in FUSED and self._all_fused())
-
-    @property
-    def active(self) -> bool:
-        """Whether this is inside of `prepared()`."""
-        return bool(self._saved)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside `prepared()`: code that is not ours meets what it would meet outside."""
-        groups = self._groups
-        if not self._saved or groups is None:
-            yield
-            return
-        self._swap_out()
-        try:
-            yield
-        finally:
-            self._swap_in(groups)
 
     def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
@@ -446,9 +428,9 @@ class OptimizerPreparation:
 
     def what_changed(self) -> Problem:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
-        return Problem(
-            "the optimizer runs outside of graphs: a hyperparameter other than the learning rate, or the memory of "
-            "a learning rate or of the optimizer's state, changes again and again",
+        return outside_of_graphs(
+            "a hyperparameter other than the learning rate, or the memory of a learning rate or of the optimizer's "
+            "state, changes again and again",
             fix=advice_on_numbers(self._optimizer),
         )
 
@@ -578,6 +560,11 @@ class OptimizerPreparation:
         missing = len(self._optimizer.param_groups) - len(self._rates)
         self._rates += [LearningRate(self._device()) for _ in range(missing)]
         del self._rates[len(self._optimizer.param_groups) :]
+
+
+def outside_of_graphs(reason: str, fix: str = "") -> Problem:
+    """What the report says of an update that has no graph."""
+    return Problem(f"the optimizer runs outside of graphs: {reason}", fix=fix)
 
 
 def _has_tensors(baked: tuple[Any, ...]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.preparation import OptimizerPreparation, outside_of_graphs
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
 
@@ -39,6 +39,12 @@ def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
     return [p for p in model.parameters() if id(p) not in held]
 
 
+def why_update_is_plain(program: UpdateProgram, preparation: OptimizerPreparation) -> Problem | None:
+    """Why the update of such a step gets no graph."""
+    reason = preparation.reason or program.why_update_stays_outside(preparation)
+    return None if reason is None else outside_of_graphs(reason)
+
+
 class UpdateProgram:
     """What a graph of the update has to know of a training step.
 
@@ -52,8 +58,6 @@ class UpdateProgram:
         scaling: what the loop's GradScaler does for the optimizer.
     """
 
-    _preparation: OptimizerPreparation | None = None  # once it was asked whether the update stays outside
-
     def __init__(self, optimizer: Any, device: torch.device, scaler: torch.amp.GradScaler | None) -> None:
         self.optimizer: torch.optim.Optimizer | None = optimizer
         self.device = device
@@ -61,7 +65,6 @@ class UpdateProgram:
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
-        self._preparation = preparation
         return self.scaling.why_update_stays_outside(preparation)
 
     def extra_state(self) -> Iterable[Tensor]:

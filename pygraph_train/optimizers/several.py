@@ -66,22 +66,11 @@ class SeveralPreparations(OptimizerPreparation):
     def reason(self) -> str | None:
         return next((why for member in self._members if (why := member.reason) is not None), None)
 
-    @property
-    def active(self) -> bool:
-        return any(member.active for member in self._members)
-
     @contextmanager
     def prepared(self) -> Iterator[None]:
         with ExitStack() as stack:
             for member in self._members:
                 stack.enter_context(member.prepared())
-            yield
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for member in self._members:
-                stack.enter_context(member.suspended())
             yield
 
     def sync(self) -> None:

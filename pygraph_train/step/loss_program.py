@@ -250,11 +250,7 @@ class LossProgram(StepProgram):
         return self._step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if self._preparation is None or not self._preparation.active:
-            result = call(self._step_fn, args, kwargs)
-        else:  # a step_fn that looks at its learning rate sees the Python number
-            with self._preparation.suspended():
-                result = call(self._step_fn, args, kwargs)
+        result = call(self._step_fn, args, kwargs)
         if type(result) is Tensor and result.requires_grad and result.dim() == 0:
             return result, result
         return self._loss_of(result)
@@ -297,7 +293,6 @@ class LossProgram(StepProgram):
         self.scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        self._preparation = preparation
         reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
         if reason is not None:
             return reason

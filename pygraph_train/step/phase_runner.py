@@ -16,6 +16,7 @@ from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import why_update_is_plain
 from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.problems import Problem
@@ -294,12 +295,6 @@ _OTHER_THREAD = Problem(
 def why_no_phases(program: StepProgram) -> Problem | None:
     """Why forward and backward of such a step get no graphs."""
     return program.replication.problem or compiled_part(program.model)
-
-
-def why_update_is_plain(program: StepProgram, preparation: OptimizerPreparation) -> Problem | None:
-    """Why the update of such a step gets no graph."""
-    reason = preparation.reason or program.why_update_stays_outside(preparation)
-    return None if reason is None else Problem(f"the optimizer runs outside of graphs: {reason}")
 
 
 NO_GRAPH = Problem(

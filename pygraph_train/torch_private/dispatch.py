@@ -20,8 +20,7 @@ else:
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
-    autocast_off = torch.autocast("cpu", enabled=False)
-    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), autocast_off:
+    with no_torch_function(), torch._C._AutoDispatchBelowAutograd(), torch.autocast("cpu", enabled=False):
         yield
 
 
@@ -39,11 +38,8 @@ def computes_shapes() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-OpOverload: Any = private("torch._ops.OpOverload")
-"""The class of ordinary operators, as dispatch modes get them beside higher-order ones. (2.11 to 2.15)"""
-
 no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
 """Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""
 
-schema_of: Callable[[torch._ops.OpOverload], Any] = operator.attrgetter("_schema")
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """What an operator takes and gives, and what of it is written in place. (2.11 to 2.15)"""

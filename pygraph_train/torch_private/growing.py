@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 
 class Growing:
@@ -42,22 +43,17 @@ class Growing:
         from torch._dynamo.variables.builder import VariableBuilder
 
         table: dict[Any, Any] = VariableBuilder._type_dispatch()
-        stock: dict[Any, Any] = {kind: table[kind] for kind in (list, deque) if kind in table}
+        stock = table[list]  # of a deque as well
 
         def left(builder: Any, value: Any) -> Any:
             builder.install_guards(GuardBuilder.TYPE_MATCH)
             return UserDefinedObjectVariable(value, source=builder.source)
 
         def wrapped(builder: Any, value: Any) -> Any:
-            return left(builder, value) if self.grows(value) else stock[type(value)](builder, value)
+            return left(builder, value) if self.grows(value) else stock(builder, value)
 
-        added: dict[Any, Any] = {random.Random: left}
+        changed: dict[Any, Any] = {list: wrapped, deque: wrapped, random.Random: left}
         if (numpy := sys.modules.get("numpy")) is not None:
-            added[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
-        table.update(dict.fromkeys(stock, wrapped) | added)
-        try:
+            changed[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
+        with mock.patch.dict(table, changed):
             yield
-        finally:
-            table.update(stock)
-            for kind in added:
-                del table[kind]

@@ -26,14 +26,11 @@ storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata
 copy_all: Callable[..., None] = private("torch._foreach_copy_")
 """`copy_all(targets, sources)`: one call, and few kernels, for many tensors. (2.11, 2.13)"""
 
-storage_use_count: Callable[[int], int] = private("torch._C._storage_Use_Count")
-"""References to the storage whose `_cdata` is given. (2.11, 2.13)"""
-
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Whether only this tensor holds its memory: no view, and no array of NumPy's. (2.11, 2.13)"""
-    storages = (t.untyped_storage() for t in (tensor, torch.empty(0, device="cpu")))
-    return len(set(map(storage_use_count, map(storage_key, storages)))) == 1
+    keys = (storage_key(t.untyped_storage()) for t in (tensor, torch.empty(0, device="cpu")))
+    return len(set(map(torch._C._storage_Use_Count, keys))) == 1
 
 
 def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -49,15 +46,9 @@ def _over(address: int, nbytes: int, place: Any, kind: dict[str, Any]) -> torch.
 
 
 def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """A tensor of this one's device, dtype, size and strides at another address. It does not own its memory.
-
-    Args:
-        address: of its first element.
-        like: the other tensor.
-        nbytes: from its first to its last element. (2.11, 2.13)
-    """
-    place, kind = (0, like.size(), like.stride()), {"dtype": like.dtype, "device": like.device}
-    return _over(address, nbytes, place, kind)
+    """A tensor as `like` whose first element lies at `address`: it does not own these `nbytes`. (2.11, 2.13)"""
+    place = 0, like.size(), like.stride()
+    return _over(address, nbytes, place, {"dtype": like.dtype, "device": like.device})
 
 
 def placements_of(tensor: torch.Tensor) -> Any:
@@ -67,8 +58,7 @@ def placements_of(tensor: torch.Tensor) -> Any:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,10 +69,9 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def as_part_of(tensor: torch.Tensor, part: torch.Tensor, placements: Any = None) -> torch.Tensor:
+def as_part_of(whole: Any, part: torch.Tensor, placements: Any = None) -> torch.Tensor:
     """A DTensor like this one, of which this process holds that part; the part itself where it is none."""
-    whole: Any = tensor
-    if local_tensor(tensor) is tensor:
+    if local_tensor(whole) is whole:
         return part
     like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
     return whole.from_local(part, whole.device_mesh, placements or whole.placements, **like)  # type: ignore[no-any-return]

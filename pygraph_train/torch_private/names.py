@@ -34,16 +34,12 @@ def _find(name: str) -> Any:
         return _ABSENT
 
 
-class MissingName(PyGraphError):
-    """Code of the library has used a private name that this torch lacks."""
-
-
 class _Missing(type):
-    """The class of stand-ins for missing names: to use one raises MissingName, to derive a class from one does not."""
+    """The class of stand-ins for missing names: to use one raises PyGraphError, to derive a class from one does not."""
 
     def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
         name = next(c.__name__ for c in cls.__mro__ if c.__name__.startswith("torch."))
-        raise MissingName(str(_lacks(name)))
+        raise PyGraphError(str(_lacks(name)))
 
     __call__ = __instancecheck__ = __subclasscheck__ = _refuse
 
@@ -66,10 +62,7 @@ def _lacks(what: str) -> Problem:
 
 @functools.cache
 def lacking() -> Problem | None:
-    """Why this torch cannot have graphs, None where it has every name that they need.
-
-    Looks once in a process, and logs what it finds.
-    """
+    """Why this torch cannot have graphs, None where it has all names that they need. Looks, and logs it, once."""
     missing = [name for name, _, instead in _missing() if instead == GRAPHS]
     if not missing:
         return None
@@ -79,30 +72,27 @@ def lacking() -> Problem | None:
     return problem
 
 
-def _is_newer_than_tried() -> bool:
-    """Whether this torch is of a minor version that the library was not tried with."""
+def _newer() -> str:
+    """What to say of a torch whose minor version is newer than all that were tried; nothing of another one."""
     here, newest = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, TRIED[-1]))
-    return here > newest
+    told = f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that was tried with this library"
+    return told if here > newest else ""
 
 
 def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
     missing = _missing()
     told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
-    if _is_newer_than_tried():
-        told.append(
-            f"Nobody knows what works here: torch {torch.__version__} is newer than {TRIED[-1]}, the newest that "
-            "pygraph-train was tried with."
-        )
+    if newer := _newer():
+        told.append(f"{newer}.")
     return told, all(instead != GRAPHS for _, _, instead in missing)
 
 
 @functools.cache
 def tell_if_newer() -> None:
     """Log a line where this torch is newer than every one that the library was tried with, once in a process."""
-    if _is_newer_than_tried():
-        told = "pygraph: torch %s is newer than every version that pygraph-train was tried with (%s to %s)"
-        _log.warning(told, torch.__version__, TRIED[0], TRIED[-1])
+    if newer := _newer():
+        _log.warning("pygraph: %s", newer)
 
 
 NAMES = {
@@ -115,7 +105,7 @@ NAMES = {
         "operators as the emulated engine and dispatch modes see them": """
             torch._C: DisableTorchFunction _AutoDispatchBelowAutograd _TorchDispatchModeKey.FAKE
                 _get_dispatch_mode _set_grad_enabled
-            torch._ops: HigherOrderOperator OpOverload
+            torch._ops: HigherOrderOperator
             torch._subclasses.fake_tensor: FakeTensor
             torch.utils._python_dispatch: TorchDispatchMode
         """,
@@ -123,8 +113,7 @@ NAMES = {
             torch: _GLOBAL_DEVICE_CONTEXT _foreach_add_ _foreach_neg_ _foreach_zero_
             torch._C._dynamo.eval_frame: reset_code set_code_exec_strategy
             torch._dynamo: OptimizedModule config.patch graph_break lookup_backend maybe_mark_dynamic
-            torch._dynamo.callback: callback_handler.register_start_callback
-                callback_handler.start_callbacks
+            torch._dynamo.callback: callback_handler.register_start_callback callback_handler.start_callbacks
             torch._dynamo.compiled_autograd: compiled_autograd_enabled
             torch._dynamo.config: compiled_autograd ignore_logging_functions
             torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
@@ -136,8 +125,8 @@ NAMES = {
             torch._C: _current_graph_task_id _get_function_stack_at
                 _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
             torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
-            torch._C._functorch: get_inplace_requires_grad_allowed peek_interpreter_stack
-                set_inplace_requires_grad_allowed
+            torch._C._functorch: peek_interpreter_stack
+            torch._functorch.eager_transforms: enable_inplace_requires_grad
             torch.autograd.forward_ad: _current_level
             torch.nn: Module._call_impl Module._compiled_call_impl
             torch.nn.parallel: DistributedDataParallel._active_ddp_module
@@ -156,7 +145,7 @@ NAMES = {
             torch._dynamo.guards: GuardBuilder.TYPE_MATCH
             torch._dynamo.variables: UserDefinedObjectVariable
             torch._dynamo.variables.builder: VariableBuilder._type_dispatch
-            torch._dynamo.variables.optimizer: OptimizerVariable
+            torch._dynamo.variables.optimizer: OptimizerVariable._set_capturable
         """,
     },
     "the first steps take longer": {
@@ -165,13 +154,13 @@ NAMES = {
     },
     "attention of transformers gets masks that it does not need": {
         "what a model asks while it is traced": """
-            torch._dynamo.variables: ConstantVariable UserFunctionVariable.call_function
+            torch._dynamo.variables: ConstantVariable.create UserFunctionVariable.call_function
             torch._dynamo.variables.torch: tracing_state_functions
         """,
     },
     "explanations name fewer lines": {
         "what Dynamo tells of its traces": """
-            torch._dynamo.convert_frame: input_codes.seen input_codes.seen_ids
+            torch._dynamo.convert_frame: input_codes
             torch._dynamo.utils: get_compilation_metrics
         """,
     },

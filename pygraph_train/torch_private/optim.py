@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim import optimizer as of_all
 
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
     """The live tables of step hooks that `step()` runs: global and own (torch 2.11, 2.13)."""
-    from torch.optim import optimizer as module
-
-    before = module._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
-    return *before, optimizer._optimizer_step_post_hooks, module._global_optimizer_post_hooks
+    before = of_all._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+    return *before, optimizer._optimizer_step_post_hooks, of_all._global_optimizer_post_hooks
 
 
 def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:

@@ -58,17 +58,14 @@ def is_transformed() -> bool:
 
 def compiled_autograd_wanted() -> bool:
     """Whether backwards of what is compiled now will be traced. (2.11 to 2.15)"""
-    import torch._dynamo.config as config
-
-    return bool(config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
+    wanted = torch._dynamo.config.compiled_autograd  # type: ignore[attr-defined]
+    return bool(wanted or torch._dynamo.compiled_autograd.compiled_autograd_enabled)
 
 
 def reaches(node: Any, *, asked: bool = False) -> bool:
     """Whether the present backward runs this node: `autograd.grad` and `backward(inputs=...)` run a part of the graph.
 
-    Args:
-        node: of the graph.
-        asked: the answer for a leaf that `autograd.grad` was asked for. (2.11 to 2.15)
+    `asked` is the answer for a leaf that `autograd.grad` was asked for. (2.11 to 2.15)
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

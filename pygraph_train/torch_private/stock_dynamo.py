@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -80,12 +80,6 @@ def _tell_dynamo() -> None:
     _left.clear()
 
 
-_METHODS_OF_METRICS = {
-    "Metric": ("forward", "_wrap_update", "_wrap_compute"),
-    "MetricCollection": ("forward", "update"),
-}
-
-
 def _of_metrics() -> Iterator[types.CodeType]:
     """What torchmetrics runs for a metric that no graph can hold.
 
@@ -93,18 +87,17 @@ def _of_metrics() -> Iterator[types.CodeType]:
     traced within the step.
     """
     package = sys.modules.get("torchmetrics")
-    for owner, names in _METHODS_OF_METRICS.items():
-        for name in names:
-            method = getattr(getattr(package, owner, None), name, None)
-            if isinstance(method, types.FunctionType):
-                consts = method.__code__.co_consts  # with the functions that it makes
-                yield from (c for c in (method.__code__, *consts) if isinstance(c, types.CodeType))
+    of_one = "Metric.forward", "Metric._wrap_update", "Metric._wrap_compute"
+    for name in (*of_one, "MetricCollection.forward", "MetricCollection.update"):
+        with suppress(AttributeError):  # it is not there
+            code = operator.attrgetter(f"{name}.__code__")(package)
+            # with the functions that it makes
+            yield from (c for c in (code, *code.co_consts) if isinstance(c, types.CodeType))
 
 
 _APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
 """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share code,
 such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
-
 
 _MOST_ANEW = 8
 """So often a function whose step raised while it was traced is traced as if it were another one."""
@@ -119,9 +112,8 @@ def _copied(fn: Callable[..., Any]) -> Any:
         return types.MethodType(_copied(fn.__func__), fn.__self__)
     if not isinstance(fn, types.FunctionType):
         return fn
-    copy = types.FunctionType(
-        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
+    code = fn.__code__.replace()
+    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
 
@@ -159,8 +151,7 @@ def _prepare_trace() -> None:
         changes = ExitStack()
         changes.enter_context(config.patch(known))
         changes.enter_context(not_collecting())
-        _here.device = torch.get_default_device().type
-        changes.callback(setattr, _here, "device", None)
+        changes.enter_context(standing_in([(_here, "device", torch.get_default_device().type)]))
         _here.settings = changes
         function = _here.called[-1]
         sizes = functools.partial(function.around, *function.given)
@@ -176,10 +167,9 @@ _trace_begins = functools.partial(surely, _prepare_trace, "a trace")
 def _counting() -> Any:
     """Around a trace: the counter of a torchmetrics object is a number that changes, which takes no second trace to
     find out. (2.11 to 2.15)"""
-    import torch.compiler.config as config
-
+    config: Any = torch.compiler.config
     sources = filter(None, (config.dynamic_sources, r".*\._update_count$"))
-    return config.patch(dynamic_sources=",".join(sources))  # type: ignore[attr-defined]
+    return config.patch(dynamic_sources=",".join(sources))
 
 
 def _without_further_work() -> Any:
@@ -205,8 +195,8 @@ def _one_step_tells() -> Any:
         one, last = whole(given.narrow(0, 0, 1), *others, **named)
         return one.repeat(given.shape[0], 1, 1), last
 
-    names = "one_layer_lstm", "one_layer_rnn"
-    return standing_in([(stock, name, functools.partial(layer, getattr(stock, name))) for name in names])
+    lstm, rnn = (functools.partial(layer, whole) for whole in (stock.one_layer_lstm, stock.one_layer_rnn))
+    return standing_in([(stock, "one_layer_lstm", lstm), (stock, "one_layer_rnn", rnn)])
 
 
 _COUNTS = {torch.arange, operator.add, "unsqueeze", "expand"}
@@ -243,10 +233,9 @@ def _as_in_plain_training() -> Iterator[None]:
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
-    before = torch._C._functorch.get_inplace_requires_grad_allowed()
-    torch._C._functorch.set_inplace_requires_grad_allowed(True)  # AOTAutograd traces it as well
-    tensor.requires_grad_()
-    torch._C._functorch.set_inplace_requires_grad_allowed(before)
+    # AOTAutograd traces it as well
+    with torch._functorch.eager_transforms.enable_inplace_requires_grad(True):
+        tensor.requires_grad_()
 
 
 @contextmanager
@@ -346,19 +335,17 @@ def looking() -> Iterator[None]:
 
     The garbage collection does not see compiled code: where it holds what holds it, nothing is ever freed.
     """
-    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo import convert_frame
 
-    before = set(input_codes.seen_ids)
+    known = convert_frame.input_codes
+    found = type(known)()
     try:
-        with _without_advice():
+        with _without_advice(), standing_in([(convert_frame, "input_codes", found)]):
             yield
     finally:
-        codes = [c for seen in input_codes.seen if (c := seen()) is not None and id(c) not in before]
-        ids = set(map(id, codes))
-        input_codes.seen[:] = [seen for seen in input_codes.seen if id(seen()) not in ids]
-        input_codes.seen_ids -= ids
-        for code in codes:
-            torch._C._dynamo.eval_frame.reset_code(code)
+        for code in (held() for held in found.seen):
+            if code is not None and code not in known:
+                torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _listen() -> None:
@@ -491,8 +478,7 @@ _CALLS = "_compiled_call_impl", "forward"
 def call_of(module: torch.nn.Module, *, within: bool = False) -> Callable[..., Any] | None:
     """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it, or (`within`) of the
     forward alone. (2.11 to 2.15)"""
-    call: Callable[..., Any] | None = module.__dict__.get(_CALLS[within])
-    return call
+    return module.__dict__.get(_CALLS[within])
 
 
 def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None, *, within: bool = False) -> None:

@@ -22,8 +22,7 @@ _READ = [read for name in _NAMES if (read := getattr(torch._C, f"_get_{name}", N
 def kernel_switches() -> tuple[Any, ...]:
     """What decides, besides the shapes, which kernels run. (2.11 to 2.15) Hot path.
 
-    Dynamo's guards cover further switches: deterministic algorithms, the default dtype, TF32 and reduced precision of
-    cuBLAS.
+    Dynamo guards further ones: deterministic algorithms, the default dtype, TF32 and reduced precision of cuBLAS.
     """
     return (*map(_CALL, _READ), *_ORDER())
 
@@ -34,12 +33,10 @@ is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_s
 _DeviceContext: Any = private("torch.utils._device.DeviceContext")
 
 
-def function_modes() -> list[Any]:
-    """The `TorchFunctionMode`s of this thread, without the one that `torch.set_default_device` is. Hot path."""
-    if not (count := torch._C._len_torch_function_stack()):
-        return []
-    modes = map(torch._C._get_function_stack_at, range(count))
-    return [mode for mode in modes if type(mode) is not _DeviceContext]
+def function_modes() -> bool:
+    """Whether this thread has a `TorchFunctionMode` besides the one that `torch.set_default_device` is. Hot path."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not {_DeviceContext}.issuperset(map(type, modes))
 
 
 has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._has_any_global_hook")
@@ -49,8 +46,7 @@ has_hooks_on_all_modules: Callable[[], Any] = private("torch.nn.modules.module._
 def saved_tensors_hooks_active(*, checkpoints: bool = True) -> bool:
     """Whether hooks get what is saved for a backward just now. (2.11 to 2.15) Hot path.
 
-    Args:
-        checkpoints: whether those of `torch.utils.checkpoint` count.
+    `checkpoints` says whether those of `torch.utils.checkpoint` count.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and (checkpoints or hooks[0].__module__ != "torch.utils.checkpoint")

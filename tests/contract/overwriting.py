@@ -20,7 +20,7 @@ from pygraph_train.graphs import emulated
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.graphs.emulated_trees import poison
 from pygraph_train.patches import standing_in
-from pygraph_train.torch_private.memory import storage_key, storage_use_count
+from pygraph_train.torch_private.memory import storage_key
 
 
 def replays_overwrite(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ class _Pool:
     def held(self, taped: Iterable[torch.Tensor]) -> set[int]:
         """The storages that somebody holds, other than a graph."""
         ours = Counter(storage_key(t.untyped_storage()) for t in {id(t): t for t in taped}.values())
-        return {key for key in self.blocks if storage_use_count(key) > ours[key] + 1}
+        return {key for key in self.blocks if torch._C._storage_Use_Count(key) > ours[key] + 1}
 
     def add(self, graph: Any, held: set[int], taped: list[torch.Tensor]) -> _Footprint:
         """A graph was captured. What it has made and nobody holds is the business of its replays alone.

@@ -143,7 +143,10 @@ class Messages(ast.NodeVisitor):
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         fixes = [k.value for call in calls for k in call.keywords if k.arg == "fix"]
         fixes += [
-            a for call in calls if _called(call) in ("Problem", "_outside", "refuse") for a in call.args[1:]
+            a
+            for call in calls
+            if _called(call) in ("Problem", "outside_of_graphs", "refuse")
+            for a in call.args[1:]
         ]
         left_out = [*fixes, *filter(_of_python, calls)]
         self._left_out = {n.id for part in left_out for n in ast.walk(part) if isinstance(n, ast.Name)}
