@@ -210,19 +210,21 @@ def _counts(node: torch.fx.Node) -> bool:
 
 @contextmanager
 def _as_in_plain_training() -> Iterator[None]:
-    """Around a trace: transformers gives attention no mask where a model counts its positions itself. It would read
-    them, and give it a mask, and other kernels, where it is traced. Nothing is exported, as Dynamo has it in 2.11 and
-    2.12. (2.11 to 2.15)"""
+    """Around a trace: transformers gives attention no mask where a model gets none and counts its positions itself. It
+    would read them, and give it a mask, and other kernels, where it is traced. Nothing is exported, as Dynamo has it in
+    2.11 and 2.12. (2.11 to 2.15)"""
     from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
     from torch._dynamo.variables.torch import tracing_state_functions
 
     stock = UserFunctionVariable.call_function
     masks = sys.modules.get("transformers.masking_utils")
-    reads = getattr(masks, "find_packed_sequence_indices", None)
+    reads, asks = (getattr(masks, name, None) for name in ("find_packed_sequence_indices", "is_tracing"))
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn is reads and len(args) == 1 and _counts(args[0].as_proxy().node):
             return ConstantVariable.create(None)
+        if self.fn is asks and len(args) == 1 and args[0].is_constant_none():  # no mask
+            return ConstantVariable.create(False)
         return stock(self, tx, args, kwargs)
 
     with (
