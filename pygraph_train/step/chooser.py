@@ -29,6 +29,11 @@ Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of b
 steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
 """
 
+_SHARE = 0.25
+"""Of what graphs save, what traces take at most before those that are left are given up, see `_COST`: functions around
+graph breaks are traced one by one, and some of them anew in each step.
+"""
+
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
 """What graphs save of the host's time in forward, backward and update: this share (0.58 to 0.82 of five of
 benchmarks.recipes), less what replaying takes for each call with its backward and for each update: so many times what
@@ -93,6 +98,15 @@ class Chooser:
     def timing(self) -> bool:
         """Whether the next step is a plain one that is timed."""
         return self.plain and not self.waits
+
+    @property
+    def patience(self) -> float:
+        """Seconds that traces may still take: what they are expected to, or more where graphs save much. Hot path."""
+        if self.settled:
+            return 0.0
+        left = self._left()
+        saves = (_UNKNOWN if left == math.inf else left) * self._saves
+        return max(0.0, max(_COST + _COST_OF_HOST * self._host, _SHARE * saves) - self._cost)
 
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""

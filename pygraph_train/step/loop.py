@@ -371,7 +371,7 @@ class Loop:
             call.spent.clear()
         before, why = chooser.plain, chooser.step_ended(graphed, parts, traces())
         for call in self._calls:
-            call.settle(chooser.settled)
+            call.settle(chooser.patience)
         if why is not None:
             self._tell(why)
         if chooser.waits:

@@ -169,9 +169,9 @@ class ModuleCall:
         self.steady = self.steady + 1 if 0 < self.without <= _OFTEN * graded else 0
         self.graded = self.without = 0
 
-    def settle(self, settled: bool) -> None:
-        """See `CompiledFunction.settled`. Hot path."""
-        self._compiled.settled = settled
+    def settle(self, patience: float) -> None:
+        """See `CompiledFunction.patience`. Hot path."""
+        self._compiled.patience = patience
 
     @property
     def name(self) -> str:

@@ -161,7 +161,7 @@ class PhaseRunner:
             self._compiled = CompiledFunction(fn, self._regions)
             self._compiled.around = self._sizes.dynamic
         chooser = self._chooser
-        self._compiled.settled = chooser is not None and chooser.settled
+        self._compiled.patience = math.inf if chooser is None else chooser.patience
         made = self._compiled(*args, **kwargs)
         if chooser is not None and chooser.misses(self._regions.parts):
             left_untraced()

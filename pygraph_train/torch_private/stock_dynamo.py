@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import operator
 import re
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -20,7 +22,7 @@ from unittest import mock
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, executes, quietly, surely
+from pygraph_train.boundary import STEP, executes, quietly, surely, theirs
 from pygraph_train.patches import not_collecting, nothing, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.dispatch import FakeTensor
@@ -127,12 +129,13 @@ def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Here(threading.local):
     """Of this thread: the functions of ours that are called, what a trace in the present call has set, all traces,
-    those of what the user compiled, and in a call with a trace the kind of the default device."""
+    those of what the user compiled, and in a call with a trace when it began, and the kind of the default device."""
 
     def __init__(self) -> None:
         self.called: list[CompiledFunction] = []
         self.settings: ExitStack | None = None
         self.traces = self.others = 0
+        self.began = 0.0
         self.device: str | None = None
 
 
@@ -152,7 +155,7 @@ def _prepare_trace() -> None:
         changes.enter_context(config.patch(known))
         changes.enter_context(not_collecting())
         changes.enter_context(standing_in([(_here, "device", torch.get_default_device().type)]))
-        _here.settings = changes
+        _here.settings, _here.began = changes, time.perf_counter()
         function = _here.called[-1]
         sizes = functools.partial(function.around, *function.given)
         for around in (*_AROUND_A_TRACE, function.growing.left_to_python, sizes):
@@ -161,7 +164,14 @@ def _prepare_trace() -> None:
     _here.others += not _here.called
 
 
-_trace_begins = functools.partial(surely, _prepare_trace, "a trace")
+class _TooLongError(Exception):
+    """Traces of this call have taken as long as they may: Dynamo leaves the next function to Python."""
+
+
+def _trace_begins(*_: Any) -> None:
+    surely(_prepare_trace, "a trace")
+    if _here.called and time.perf_counter() - _here.began > _here.called[-1].patience:
+        raise theirs(_TooLongError())
 
 
 def _counting() -> Any:
@@ -209,7 +219,7 @@ def _counts(node: torch.fx.Node) -> bool:
 
 
 @contextmanager
-def _as_in_plain_training() -> Iterator[None]:
+def _as_plain() -> Iterator[None]:
     """Around a trace: transformers gives attention no mask where a model gets none and counts its positions itself. It
     would read them, and give it a mask, and other kernels, where it is traced. Nothing is exported, as Dynamo has it in
     2.11 and 2.12. (2.11 to 2.15)"""
@@ -284,14 +294,7 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-_AROUND_A_TRACE = (
-    _counting,
-    _without_advice,
-    _without_further_work,
-    _one_step_tells,
-    _as_in_plain_training,
-    _inner_leaves,
-)
+_AROUND_A_TRACE = _counting, _without_advice, _without_further_work, _one_step_tells, _as_plain, _inner_leaves
 
 _BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 _IN_WORDS = {
@@ -389,13 +392,13 @@ class CompiledFunction:
         **options: further ones of `torch.compile`.
 
     Attributes:
-        settled: whether what was not traced before runs as it is written.
+        patience: seconds after which a call with a trace begins no further one; 0 where it may begin none.
         given: its arguments in the present call.
         around: gives a context for its traces, called with its arguments.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
-        self.fn, self.settled, self.growing = fn, False, Growing()
+        self.fn, self.patience, self.growing = fn, math.inf, Growing()
         self.given: tuple[Any, ...] = ()
         self.around: Callable[..., Any] = lambda *given: nullcontext()
         self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
@@ -417,7 +420,7 @@ class CompiledFunction:
         graded = torch.is_grad_enabled()
         try:
             executes(STEP)
-            if not self.settled:
+            if self.patience:
                 return compiled(*args, **kwargs)
             with torch.compiler.set_stance("eager_on_recompile"):
                 return compiled(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from pygraph_train import GraphedStep
-from pygraph_train.torch_private.stock_dynamo import traces
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces
 
 from .compare import ENGINE, Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
@@ -231,6 +232,29 @@ def test_a_trace_makes_one_step_of_time_of_a_recurrent_layer(monkeypatch: pytest
     for _ in range(8):
         step()
     assert step.report().steps_replayed and 1 <= len(cells) < 10
+
+
+@pytest.mark.parametrize("patience", [math.inf, 1e-9, 0.0])
+def test_functions_whose_traces_take_too_long_are_left_to_python(patience: float) -> None:
+    graphs: list[Any] = []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def inner(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return model(x).tanh()
+
+    def step(x: Tensor) -> Tensor:
+        return inner(x.sin()).cos().sum()
+
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled = CompiledFunction(step, backend)
+    compiled.patience = patience
+    found = [(compiled(x), *torch.autograd.grad(compiled(x), list(model.parameters()))) for _ in range(3)]
+    plain = step(x), *torch.autograd.grad(step(x), list(model.parameters()))
+    assert all(map(torch.equal, found[-1], plain)) and bool(graphs) == (patience == math.inf)
 
 
 @same_as_plain(refused="a packed sequence has lengths that are read on the host")

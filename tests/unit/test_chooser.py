@@ -146,6 +146,22 @@ def test_rare_steps_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traces == before + 1 and sum(missed[-20:]) == chooser._QUIET
 
 
+def test_a_step_that_is_traced_anew_again_and_again_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trace takes a second. Graphs are expected to cost 3.5 seconds, and would save 5 of a plain run's 15."""
+    machine, traces = Machine(), 0
+    monkeypatch.setattr(chooser, "time", machine)
+    choice = Chooser(machine, left=lambda: 500 - number)  # type: ignore[arg-type]
+    why = None
+    for number in range(1, 501):  # noqa: B007
+        if why is None and not choice.plain and choice.patience:
+            machine.now, traces = machine.now + 1.0, traces + 1
+        machine.step(0.030, 0.005)
+        if problem := choice.step_ended(False, 1, traces):
+            why = problem.reason
+    assert 3 <= traces <= 5 and "faster without graphs" in str(why)
+    assert machine.now < 500 * 0.030 + 6
+
+
 def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     _, full = play(RUNS["ResNet-50 on a full device"], 500, monkeypatch, known=False)
     assert full == (
