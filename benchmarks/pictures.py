@@ -17,7 +17,7 @@ NAMES = {
     "mobilenetv3": "MobileNetV3-L, batch 32",
 }
 WHOLE = {
-    "llama_lora": "Llama of 16 layers, LoRA",
+    "llama_lora": "Llama of 4 layers, LoRA",
     "llama_lora_checkpointing": "the same with gradient checkpointing",
     "llama_lora_checkpointing_dropout": "the same with dropout in the checkpoint",
     "bert_padding": "BERT, dynamic padding",
@@ -33,7 +33,7 @@ WHOLE = {
 Bars = list[tuple[str, int, float]]  # title, colour, length
 
 
-def _rows(name: str, numbers: str = "1") -> list[dict[str, Any]]:
+def _rows(name: str, *numbers: int) -> list[dict[str, Any]]:
     files = [FOLDER.parents[1] / "benchmarks" / "results" / f"{name}_h200_{n}.json" for n in numbers]
     return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
@@ -59,14 +59,16 @@ def _drawn(legend: tuple[str, ...], bars: Bars) -> str:
 def pictures() -> dict[str, str]:
     """What stands in each file."""
     steps, whole, inputs = Bars(), Bars(), Bars()
-    for r in _rows("phases", "2"):
+    for r in _rows("phases", 2):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
     for recipe, title in WHOLE.items():
-        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in "8924"]
+        files = [
+            {r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in (10, 8, 9, 2, 4)
+        ]
         found = next(rows for rows in files if len(rows) > 1)
         for way in ("plain", "ours"):
             whole.append((f"{title}, {found[way]['steps_made']} steps", way == "ours", found[way]["whole_s"]))
-    for r in _rows("inputs"):
+    for r in _rows("inputs", 1):
         inputs += [(f"{r['mib']} MiB", i, r[k] - r["stay"]) for i, k in enumerate(("copy", "host", "device"))]
     return {
         "steps.svg": _drawn(("plain, ms a step", "with graphs"), steps),
