@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import FORWARD, REPLAY, executes
+from pygraph_train.boundary import FORWARD, REPLAY, executes, surely
 from pygraph_train.core.memory import Memory, Place, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
@@ -473,6 +473,10 @@ class RecordedRegion(RegionCall):
         self._forward.replay()
         for i in self._written_back:
             local_tensor(given[i]).detach().copy_(local_tensor(self._static[i]).detach())
+        return surely(functools.partial(self._handed_out, given), FORWARD)
+
+    def _handed_out(self, given: Sequence[Any]) -> list[Any]:
+        """The results of a replay."""
         return [
             (_clone(o) if isinstance(o, Tensor) else o) if how is None else given[how]
             for o, how in zip(self._outputs, self._hand_out, strict=True)
