@@ -69,7 +69,7 @@ from pygraph_train.torch_private.phases import (
     is_static,
     present_backward,
 )
-from pygraph_train.torch_private.stock_dynamo import end_of, untraced
+from pygraph_train.torch_private.stock_dynamo import end_of, left_untraced, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
@@ -648,6 +648,7 @@ class PhaseRegion:
                     self._moved.add(i)
             self.slots.clear()  # those with pending backwards live on
             self._learn(given)
+            left_untraced()  # Dynamo does not trace a forward anew for other parameters
         # torch 2.11 does not guard which parameters need gradients
         wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
         if not self.inference and not (any(wanted) or any(given[i].requires_grad for i in self._moving)):

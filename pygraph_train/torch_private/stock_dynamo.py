@@ -373,7 +373,7 @@ def default_device() -> str:
 
 
 def left_untraced() -> None:
-    """A call ran as it is written: who looks for changes in each trace is to look again."""
+    """Something has changed without a trace: who looks for changes in each trace is to look again."""
     _here.traces += 1
 
 

@@ -63,6 +63,17 @@ def test_gradients_are_accumulated(run: Run) -> None:
         run.note("norm", model.first.weight.grad.norm().item())
 
 
+@same_as_plain(replays=12, updates=2)
+def test_what_is_clipped_are_parameters_that_came_between_micro_batches(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model), max_grad_norm=0.1)
+    for number, batch in enumerate(batches(24)):
+        if number == 16:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        step(batch) if number % 3 == 2 else step.accumulate(batch)
+        run.note("gradients", [p.grad for p in model.parameters()])
+
+
 @same_as_plain(replays=15)
 def test_gradients_are_clipped(run: Run) -> None:
     model = Net()
