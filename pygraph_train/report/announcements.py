@@ -79,8 +79,12 @@ def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -
 
 def show(report: StepReport) -> None:
     """Print a report that says anything, wherever that is possible."""
-    if report.steps or report.fallbacks or report.notes or len(report.parts()) > 1:
-        quietly(lambda: print(report))
+
+    def shown() -> None:
+        if report.steps or report.fallbacks or report.notes or len(report.parts()) > 1:
+            print(report)
+
+    quietly(shown)
 
 
 def metrics_of(report: StepReport) -> dict[str, float]:
