@@ -116,6 +116,7 @@ NAMES = {
             torch._dynamo.callback: callback_handler.register_start_callback callback_handler.start_callbacks
             torch._dynamo.compiled_autograd: compiled_autograd_enabled
             torch._dynamo.config: compiled_autograd ignore_logging_functions
+            torch._dynamo.convert_frame: ConvertFrame
             torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
             torch._dynamo.variables: TensorVariable.method_requires_grad_
             torch._functorch.config: patch

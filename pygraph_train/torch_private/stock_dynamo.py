@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import types
 import warnings
 import weakref
@@ -22,7 +23,7 @@ from unittest import mock
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, executes, quietly, surely, theirs
+from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.patches import not_collecting, nothing, standing_in
 from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.dispatch import FakeTensor
@@ -164,14 +165,13 @@ def _prepare_trace() -> None:
     _here.others += not _here.called
 
 
-class _TooLongError(Exception):
-    """Traces of this call have taken as long as they may: Dynamo leaves the next function to Python."""
-
-
 def _trace_begins(*_: Any) -> None:
     surely(_prepare_trace, "a trace")
     if _here.called and time.perf_counter() - _here.began > _here.called[-1].patience:
-        raise theirs(_TooLongError())
+        # Dynamo leaves the function to Python then, unless the user has compiled it with fullgraph=True
+        leaves = torch._dynamo.convert_frame.ConvertFrame.__call__.__code__
+        if leaves in (frame.f_code for frame, _ in traceback.walk_stack(None)):
+            raise TimeoutError("traces of this call have taken as long as they may")
 
 
 def _counting() -> Any:
@@ -209,13 +209,16 @@ def _one_step_tells() -> Any:
     return standing_in([(stock, "one_layer_lstm", lstm), (stock, "one_layer_rnn", rnn)])
 
 
-_COUNTS = {torch.arange, operator.add, "unsqueeze", "expand"}
-
-
 def _counts(node: torch.fx.Node) -> bool:
-    """Whether a tensor counts from some number on, whatever the step is given."""
-    numbers = node.target is torch.arange and len(node.args) == 1
-    return node.target in _COUNTS and (numbers or all(map(_counts, node.all_input_nodes[:1] or [node])))
+    """Whether the rows of a tensor count one by one from some number on, whatever the step is given."""
+    value: Any = node.meta.get("example_value")
+    if node.target is torch.arange:
+        return len(node.args) == 1 and value.dtype is torch.int64
+    tensors = [
+        a for a in node.args if isinstance(a, torch.fx.Node) and hasattr(a.meta["example_value"], "shape")
+    ]
+    keeps = node.target in (operator.add, "unsqueeze", "expand") and len(tensors) == 1
+    return keeps and _counts(tensors[0]) and value.shape[-1] == tensors[0].meta["example_value"].shape[-1]
 
 
 @contextmanager
@@ -237,16 +240,13 @@ def _as_plain() -> Iterator[None]:
             return ConstantVariable.create(False)
         return stock(self, tx, args, kwargs)
 
-    with (
-        mock.patch.object(UserFunctionVariable, "call_function", call),
-        mock.patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False}),
-    ):
+    no_export = mock.patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
+    with no_export, mock.patch.object(UserFunctionVariable, "call_function", call):
         yield
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
-    # AOTAutograd traces it as well
-    with torch._functorch.eager_transforms.enable_inplace_requires_grad(True):
+    with torch._functorch.eager_transforms.enable_inplace_requires_grad(True):  # for AOTAutograd as well
         tensor.requires_grad_()
 
 

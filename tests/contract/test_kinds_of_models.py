@@ -257,6 +257,24 @@ def test_functions_whose_traces_take_too_long_are_left_to_python(patience: float
     assert all(map(torch.equal, found[-1], plain)) and bool(graphs) == (patience == math.inf)
 
 
+def test_what_the_user_has_compiled_is_traced_however_long_other_traces_take() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled_by_user(x: Tensor) -> Tensor:
+        return x.cos() + 1
+
+    def step(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return torch.compiler.disable(lambda: compiled_by_user(y))()
+
+    def backend(gm: Any, examples: Any) -> Any:
+        return gm.forward
+
+    compiled, x = CompiledFunction(step, backend), torch.randn(3)
+    compiled.patience = 1e-9
+    assert torch.equal(compiled(x), x.sin().cos() + 1)
+
+
 @same_as_plain(refused="a packed sequence has lengths that are read on the host")
 def test_packed_sequences(run: Run) -> None:
     class Recurrent(nn.Module):

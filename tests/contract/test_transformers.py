@@ -61,20 +61,31 @@ def test_language_models(run: Run, kind: str) -> None:
         step(item["input_ids"][None].to(DEVICE))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+POSITIONS: dict[str, Any] = {
+    "the model's": lambda counted, shift: None,
+    "counted": lambda counted, shift: counted + 3,
+    "packed": lambda counted, shift: counted % 5,
+    "shifted by what the step is given": lambda counted, shift: counted + shift,
+    "doubled": lambda counted, shift: counted + counted,
+    "one": lambda counted, shift: counted[:, :1].expand(1, 12),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.quick
 @same_as_plain(replays=6)
-def test_attention_has_the_kernels_of_plain_training(run: Run, packed: bool) -> None:
+def test_attention_has_the_kernels_of_plain_training(run: Run, positions: str) -> None:
     """A model that counts positions itself gives attention no mask, and one that is given them may have to."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     model = transformers.LlamaForCausalLM(config).to(DEVICE)
-    given = {"position_ids": torch.arange(12, device=DEVICE)[None] % 5} if packed else {}
+    shift = 7 * (torch.arange(12, device=DEVICE) >= 5)
 
     def loss_of(words: torch.Tensor) -> torch.Tensor:
+        where = POSITIONS[positions](torch.arange(12, device=DEVICE).unsqueeze(0), shift)
         with torch.autocast(DEVICE, torch.bfloat16):
-            return model(input_ids=words, labels=words, **given).loss
+            return model(input_ids=words, labels=words, position_ids=where).loss
 
     step = run.step(loss_of, model=model, optimizer=adamw(model))
     for number in range(16):

@@ -64,7 +64,7 @@ def test_gradients_are_accumulated(run: Run) -> None:
 
 
 @same_as_plain(replays=12, updates=2)
-def test_what_is_clipped_are_parameters_that_came_between_micro_batches(run: Run) -> None:
+def test_parameters_that_came_between_micro_batches_are_clipped(run: Run) -> None:
     model = Net()
     step = run.step(loss_of(model), model=model, optimizer=sgd(model), max_grad_norm=0.1)
     for number, batch in enumerate(batches(24)):
