@@ -30,8 +30,8 @@ steps took the host 12 to 40 ms). How often they have to pay where the number of
 """
 
 _SHARE = 0.25
-"""Of what graphs save, what traces take at most before those that are left are given up, see `_COST`: functions around
-graph breaks are traced one by one, and some of them anew in each step.
+"""Once traces have taken longer than graphs are expected to cost, and than this share of what graphs save, no further
+function is traced: those around graph breaks are traced one by one, and some of them anew in each step.
 """
 
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
@@ -104,9 +104,17 @@ class Chooser:
         """Seconds that traces may still take: what they are expected to, or more where graphs save much. Hot path."""
         if self.settled:
             return 0.0
-        left = self._left()
-        saves = (_UNKNOWN if left == math.inf else left) * self._saves
-        return max(0.0, max(_COST + _COST_OF_HOST * self._host, _SHARE * saves) - self._cost)
+        return max(0.0, max(self._expected, _SHARE * self._further * self._saves) - self._cost)
+
+    @property
+    def _expected(self) -> float:
+        """Seconds that graphs are expected to cost."""
+        return _COST + _COST_OF_HOST * self._host
+
+    @property
+    def _further(self) -> float:
+        """How many further steps there will be, or are believed to be where nobody knows."""
+        return _UNKNOWN if (left := self._left()) == math.inf else left
 
     def misses(self, parts: int) -> bool:
         """Whether a step differs from those that were traced: fewer parts of it than usual were called."""
@@ -114,8 +122,7 @@ class Chooser:
 
     def pays(self, share: float, seconds: float) -> bool:
         """Whether graphs that take so long to make pay, where they serve this share of all further steps."""
-        left = self._left()
-        return (_UNKNOWN if left == math.inf else left) * share * self._saves >= seconds
+        return self._further * share * self._saves >= seconds
 
     def worked(self, seconds: float, calls: int = 0) -> None:
         """The host has worked in a plain step on what graphs would replay.
@@ -215,7 +222,7 @@ class Chooser:
             return Problem(f"graphs would save little: {ms}", fix=_ON)
         left = self._left()
         times = 1.0 if left == math.inf else _MARGIN
-        fewest = math.ceil(times * (_COST + _COST_OF_HOST * self._host) / self._saves)
+        fewest = math.ceil(times * self._expected / self._saves)
         if left == math.inf and fewest > _UNKNOWN:
             self.plain, self.waits, self._wanted = True, True, fewest
             late = f"graphs pay after some {fewest} steps, and nobody knows how many are left"
