@@ -341,18 +341,17 @@ def _for_autograd(
 
 def _copies(tensors: Sequence[Tensor | None], stay: Collection[int] = ()) -> list[Tensor | None]:
     """Copies, but for those at some positions: autograd keeps a tensor that nobody else has where it lies."""
-    copies = [
-        t if t is None else t.detach() if k in stay else as_part_of(t, torch.empty_like(local_tensor(t)))
-        for k, t in enumerate(tensors)
-    ]
-    pairs = [
-        (c, t)
-        for k, (c, t) in enumerate(zip(copies, tensors, strict=True))
-        if t is not None and k not in stay
-    ]
+    made: list[Tensor | None] = list(tensors)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for k, t in enumerate(tensors):
+        if t is not None and k in stay:
+            made[k] = t.detach()
+        elif t is not None:
+            made[k] = copy = as_part_of(t, torch.empty_like(local_tensor(t)))
+            pairs.append((copy, t))
     if pairs:  # kernels for many tensors refuse none
         copy_all(*map(local_tensors, zip(*pairs, strict=True)))
-    return copies
+    return made
 
 
 def replay(

@@ -399,8 +399,7 @@ class RecordedRegion(RegionCall):
                 _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
-        shared = [g for g, key in zip(gradients, self._keys, strict=True) if g is not None and key]
-        return _Backward(graph, seeds, gradients, shared, homes, lying(), lying)
+        return _Backward(graph, seeds, gradients, [*of_parameters.values()], homes, lying(), lying)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
