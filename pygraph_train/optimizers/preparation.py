@@ -482,9 +482,8 @@ class OptimizerPreparation:
                 dtype = torch.float32 if self._class is Adagrad else state[key].dtype
                 # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
                 state[key] = state[key].to(device=p.device, dtype=dtype)
-        kept = [
-            state[key] for _, key, state in self._host_entries()
-        ]  # so no other one gets the same identity
+        # these tensors are kept, so that no other one gets the same identity
+        kept = [state[key] for _, key, state in self._host_entries()]
         self._moved = self._groups, identities(tuple(self._state_values())), kept
 
     def _host_copies(self) -> list[tuple[Tensor, str, Tensor]]:
