@@ -37,7 +37,8 @@ from pygraph_train import (  # noqa: E402
 )
 from pygraph_train.report.announcements import tell_once  # noqa: E402
 from pygraph_train.step import sizes  # noqa: E402
-from pygraph_train.torch_private.names import lacking, tell_if_newer  # noqa: E402
+from pygraph_train.torch_private.names import lacking  # noqa: E402
+from pygraph_train.versions import tell_if_newer  # noqa: E402
 
 STEPS = 30
 OPTIONS: dict[str, Any] = {"engine": "emulated", "warmup_steps": 2}

@@ -18,7 +18,7 @@ from replays import text_of
 from torch import nn
 from training import Net, batches, both, loss_of, sgd
 
-from pygraph_train import GraphedStep, PyGraphError
+from pygraph_train import GraphedStep, PyGraphError, versions
 from pygraph_train.diagnosis.doctor import check
 from pygraph_train.graphs import make_engine
 from pygraph_train.torch_private import names
@@ -97,7 +97,7 @@ def test_all_is_plain_where_torch_lacks_what_every_graph_needs(missing: Any, cap
 def test_doctor_lists_what_torch_lacks(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     missing("torch._dynamo.guards.no_such_guard", names.GROWING)
     found = check()
-    assert dict(found.facts)["torch that was tried"] == ", ".join(names.TRIED)
+    assert dict(found.facts)["torch that was tried"] == ", ".join(versions.TRIED)
     assert any("torch lacks torch._dynamo.guards.no_such_guard" in sentence for sentence in found.lacks)
     assert not any("newer than" in sentence for sentence in found.lacks)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.99.0"))
@@ -108,7 +108,7 @@ def test_doctor_lists_what_torch_lacks(missing: Any, monkeypatch: pytest.MonkeyP
     ("version", "newer"),
     [
         ("2.11.0", False),
-        (f"{names.TRIED[-1]}+cu130", False),
+        (f"{versions.TRIED[-1]}+cu130", False),
         ("2.15.9", False),
         ("2.16.0a0+git", True),
         ("3.0", True),
@@ -119,7 +119,7 @@ def test_a_torch_that_is_newer_than_all_that_were_tried_is_told_once(
     version: str, newer: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    names.tell_if_newer.cache_clear()
+    versions.tell_if_newer.cache_clear()
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         for _ in range(2):
             assert make_engine("emulated", torch.device("cpu")) is not None

@@ -18,7 +18,8 @@ from pygraph_train.diagnosis.explanation import filled
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.problems import first_line
-from pygraph_train.torch_private.names import TRIED, what_is_off
+from pygraph_train.torch_private.names import what_is_off
+from pygraph_train.versions import TRIED
 
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
 

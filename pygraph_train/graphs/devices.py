@@ -12,7 +12,7 @@ import torch
 
 from pygraph_train.boundary import quietly
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.torch_private.names import tell_if_newer
+from pygraph_train.versions import tell_if_newer
 
 
 def make_engine(name: str, device: torch.device) -> Engine | None:

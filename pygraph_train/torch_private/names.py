@@ -15,11 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.versions import TRIED, what_is_new
 
 _log = logging.getLogger("pygraph_train")
-
-TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""Versions of torch that the library was tried with, the newest one last. pyproject.toml has the same bounds."""
 
 GRAPHS = "steps run as you wrote them"
 GROWING = "forward and backward of such steps run as you wrote them"
@@ -72,27 +70,12 @@ def lacking() -> Problem | None:
     return problem
 
 
-def _newer() -> str:
-    """What to say of a torch whose minor version is newer than all that were tried; nothing of another one."""
-    here, newest = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, TRIED[-1]))
-    told = f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that was tried with this library"
-    return told if here > newest else ""
-
-
 def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
     missing = _missing()
     told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
-    if newer := _newer():
-        told.append(f"{newer}.")
+    told += [f"{new}." for new in filter(None, [what_is_new()])]
     return told, all(instead != GRAPHS for _, _, instead in missing)
-
-
-@functools.cache
-def tell_if_newer() -> None:
-    """Log a line where this torch is newer than every one that the library was tried with, once in a process."""
-    if newer := _newer():
-        _log.warning("pygraph: %s", newer)
 
 
 NAMES = {
@@ -151,6 +134,8 @@ NAMES = {
     },
     "the first steps take longer": {
         "what Dynamo does for its logs alone": "torch._dynamo.symbolic_convert: get_funcname",
+        "what it traces again": "torch._dynamo.symbolic_convert: InliningInstructionTranslator.inline_call",
+        "why it does": "torch._dynamo.exc: Unsupported",
         "what recurrent layers give": "torch._decomp.decompositions: one_layer_lstm one_layer_rnn",
     },
     "attention of transformers gets masks that it does not need": {

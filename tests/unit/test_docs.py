@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import pygraph_train
 from benchmarks.pictures import FOLDER, pictures
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.torch_private.names import TRIED
+from pygraph_train.versions import TRIED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 
 LEVELS = (
-    ("config", "identity", "patches", "plans", "problems", "random_state", "trees"),
+    ("config", "identity", "patches", "plans", "problems", "random_state", "trees", "versions"),
     ("boundary",),
     ("torch_private",),
     ("graphs", "parallel", "putting_back", "report", "verification"),
