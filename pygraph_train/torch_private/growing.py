@@ -1,9 +1,8 @@
 """An extension of Dynamo: lists that grow from step to step stay out of the graph, and no guard looks at their length.
 
-Dynamo guards the length of each list that outlives a step, so `losses.append(loss)` would be traced anew in every step.
-It breaks the graph at such a list instead, and Python appends. So it does at generators of `random`, of which it would
-draw once (2.11 to 2.14). A float64 of NumPy counts as the float that it is: Dynamo would make a tensor of it, whose
-type the loss would get. (2.11 to 2.15)
+Dynamo guards the length of a list that outlives a step, so `losses.append(loss)` would be traced anew in every step. It
+breaks the graph at such a list instead, and Python appends. So it does at generators of `random`, of which it would
+draw once (2.11 to 2.14). A float64 of NumPy is a float: Dynamo makes a tensor of it, of another type. (2.11 to 2.15)
 """
 
 from __future__ import annotations

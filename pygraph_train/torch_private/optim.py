@@ -79,12 +79,8 @@ def let_scaler_in(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-states_of_scaler: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = operator.attrgetter(
-    "_per_optimizer_states"
-)
+states_of_scaler: Callable[..., dict[int, dict[str, Any]]] = operator.attrgetter("_per_optimizer_states")
 """What a scaler that is enabled knows of each optimizer in the present step, by id. (2.11, 2.13)"""
 
-tensors_of_scaler: Callable[[torch.amp.GradScaler], tuple[torch.Tensor | None, ...]] = operator.attrgetter(
-    "_scale", "_growth_tracker"
-)
+tensors_of_scaler: Callable[..., tuple[Any, ...]] = operator.attrgetter("_scale", "_growth_tracker")
 """Scale and growth counter of one that is enabled on the device, None before they exist. (2.11, 2.13)"""

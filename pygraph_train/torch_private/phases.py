@@ -38,9 +38,7 @@ backward_keeps_graph: Callable[[], bool] = private("torch._C._autograd._get_curr
 present_backward: Callable[[], int] = private("torch._C._current_graph_task_id")
 """What tells the backward that runs in this thread from others; -1 where none does. (2.11 to 2.15)"""
 
-at_end_of_backward: Callable[[Callable[[], None]], None] = private(
-    "torch.autograd.Variable._execution_engine.queue_callback"
-)
+at_end_of_backward: Callable[..., None] = private("torch.autograd.Variable._execution_engine.queue_callback")
 """Have something called when the present backward has ended without an exception. (2.11 to 2.15)"""
 
 
@@ -49,11 +47,8 @@ def is_transformed() -> bool:
 
     Transforms of `torch.func`, derivatives in forward mode, and `torch.jit.trace` take the operations of eager kernels.
     """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    )
+    tracing = forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def compiled_autograd_wanted() -> bool:

@@ -182,7 +182,7 @@ def _counting() -> Any:
     return config.patch(dynamic_sources=",".join(sources))
 
 
-def _without_further_work() -> Any:
+def _without_logs() -> Any:
     """Around a trace: Dynamo does not split all source files that it meets into tokens, to name functions in a log: it
     takes a quarter of the time that the trace of a model of transformers does. Nor does it write `capturable` into
     groups that a step changes. (2.11 to 2.15)"""
@@ -209,14 +209,12 @@ def _one_step_tells() -> Any:
     return standing_in([(stock, "one_layer_lstm", lstm), (stock, "one_layer_rnn", rnn)])
 
 
-def _counts(node: torch.fx.Node) -> bool:
+def _counts(node: Any) -> bool:
     """Whether the rows of a tensor count one by one from some number on, whatever the step is given."""
     value: Any = node.meta.get("example_value")
     if node.target is torch.arange:
         return len(node.args) == 1 and value.dtype is torch.int64
-    tensors = [
-        a for a in node.args if isinstance(a, torch.fx.Node) and hasattr(a.meta["example_value"], "shape")
-    ]
+    tensors = [a for a in node.args if hasattr(getattr(a, "meta", {}).get("example_value"), "shape")]
     keeps = node.target in (operator.add, "unsqueeze", "expand") and len(tensors) == 1
     return keeps and _counts(tensors[0]) and value.shape[-1] == tensors[0].meta["example_value"].shape[-1]
 
@@ -243,6 +241,33 @@ def _as_plain() -> Iterator[None]:
     no_export = mock.patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
     with no_export, mock.patch.object(UserFunctionVariable, "call_function", call):
         yield
+
+
+@contextmanager
+def _broken_once() -> Iterator[None]:
+    """Around the traces of one call: what was found to break a graph breaks at once that of each function on the way.
+    Dynamo would trace all that the function calls once more to find that out. (2.11 to 2.15)"""
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+
+    stock = InliningInstructionTranslator.inline_call
+    found: dict[Any, Unsupported] = {}
+
+    def inline(parent: Any, function: Any, *given: Any, **named: Any) -> Any:
+        call = parent.f_code, parent.instruction_pointer, function.get_code()
+        if parent.parent is None and call in found:
+            raise found[call]
+        try:
+            return stock(parent, function, *given, **named)
+        except Unsupported as error:
+            found[call] = error
+            raise
+
+    try:
+        with mock.patch.object(InliningInstructionTranslator, "inline_call", staticmethod(inline)):
+            yield
+    finally:
+        found.clear()
 
 
 def _require_grad(tensor: torch.Tensor) -> None:
@@ -283,7 +308,7 @@ _LOGGERS = (
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Around a trace: Dynamo tells a loop that never asked for it neither of graph breaks nor of operations that fail.
 
     Who asks for its logs gets all of them.
@@ -294,7 +319,7 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-_AROUND_A_TRACE = _counting, _without_advice, _without_further_work, _one_step_tells, _as_plain, _inner_leaves
+_AROUND_A_TRACE = _counting, _quiet, _without_logs, _one_step_tells, _as_plain, _inner_leaves, _broken_once
 
 _BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 _IN_WORDS = {
@@ -345,7 +370,7 @@ def looking() -> Iterator[None]:
     known = convert_frame.input_codes
     found = type(known)()
     try:
-        with _without_advice(), standing_in([(convert_frame, "input_codes", found)]):
+        with _quiet(), standing_in([(convert_frame, "input_codes", found)]):
             yield
     finally:
         for code in (held() for held in found.seen):

@@ -257,6 +257,40 @@ def test_functions_whose_traces_take_too_long_are_left_to_python(patience: float
     assert all(map(torch.equal, found[-1], plain)) and bool(graphs) == (patience == math.inf)
 
 
+@pytest.mark.passes_without_graphs("traces are counted")
+def test_what_breaks_a_graph_is_found_out_once() -> None:
+    """Dynamo traces all that a function calls once more where it breaks the graph, for each function on the way."""
+    traced: list[Any] = []
+
+    @torch.library.custom_op("pygraph_tests::seen", mutates_args=())
+    def seen(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @seen.register_fake
+    def _(x: Tensor) -> Tensor:
+        traced.append(x.shape)
+        return torch.empty_like(x)
+
+    def inner(x: Tensor) -> Tensor:
+        x = seen(x).sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    functions: list[Any] = [inner]
+    for _ in range(5):
+        functions.append(lambda x, call=functions[-1]: call(x + 1) * 2)
+        functions[-1].__code__ = functions[-1].__code__.replace()
+    graphs: list[Any] = []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    compiled, x = CompiledFunction(functions[-1], backend), torch.randn(3)
+    assert torch.equal(compiled(x), functions[-1](x))
+    assert len(traced) <= 4 and len(graphs) == 12
+
+
 def test_what_the_user_has_compiled_is_traced_however_long_other_traces_take() -> None:
     @torch.compile(fullgraph=True, backend="eager")
     def compiled_by_user(x: Tensor) -> Tensor:
