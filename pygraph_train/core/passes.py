@@ -23,7 +23,8 @@ from pygraph_train.torch_private.phases import HigherOrderOperator, set_grad_mod
 from pygraph_train.torch_private.stock_dynamo import default_device
 from pygraph_train.trees import map_leaves
 
-_EAGER_OPERATORS = {"autograd_function_apply"}
+_TRITON = "triton_kernel_wrapper_mutation"
+_EAGER_OPERATORS = {"autograd_function_apply", _TRITON}
 """Higher-order operators that eager kernels compute as plain training does."""
 
 _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tensors"}
@@ -557,12 +558,13 @@ def written_inputs(gm: GraphModule) -> set[str]:
         made = [n.meta.get("example_value") for n in nodes if isinstance(n, Node)]
         return [t.untyped_storage() for t in made if isinstance(t, Tensor) and t.layout is torch.strided]
 
-    written = [
-        s
-        for n in gm.graph.nodes
-        if _writes(n)
-        for s in storages(n.kwargs["out"] if "out" in n.kwargs else n.args[0])
-    ]
+    def target(node: Node) -> Any:
+        named: dict[str, Any] = node.kwargs
+        if _name(node) == _TRITON:  # it may write each of them
+            return list(named["kwargs"].values())
+        return named["out"] if "out" in named else node.args[0]
+
+    written = [s for n in gm.graph.nodes if _writes(n) for s in storages(target(n))]
     inputs = gm.graph.find_nodes(op="placeholder")
     return {n.name for n in inputs if any(s is w for s in storages(n) for w in written)}
 
@@ -570,7 +572,8 @@ def written_inputs(gm: GraphModule) -> set[str]:
 def _writes(node: Node) -> bool:
     name = _name(node)
     in_place = name.endswith("_") and not name.endswith("__")
-    return "out" in node.kwargs or (bool(node.args) and (in_place or name in _WRITING_OPERATORS))
+    writes = "out" in node.kwargs or name == _TRITON
+    return writes or (bool(node.args) and (in_place or name in _WRITING_OPERATORS))
 
 
 def _read_random_numbers(gm: GraphModule) -> bool:
