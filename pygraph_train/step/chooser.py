@@ -29,9 +29,10 @@ Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of b
 steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
 """
 
-_SHARE = 0.25
-"""Once traces have taken longer than graphs are expected to cost, and than this share of what graphs save, no further
-function is traced: those around graph breaks are traced one by one, and some of them anew in each step.
+_LONG, _SHARE = 6.0, 0.05
+"""Once traces have taken longer than graphs are expected to cost, or so many seconds, and than this share of what
+graphs save, no further function is traced: those around graph breaks are traced one by one, and some of them anew in
+each step.
 """
 
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
@@ -104,7 +105,7 @@ class Chooser:
         """Seconds that traces may still take: what they are expected to, or more where graphs save much. Hot path."""
         if self.settled:
             return 0.0
-        return max(0.0, max(self._expected, _SHARE * self._further * self._saves) - self._cost)
+        return max(0.0, max(min(self._expected, _LONG), _SHARE * self._further * self._saves) - self._cost)
 
     @property
     def _expected(self) -> float:
