@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from pygraph_train.problems import frames_in, is_user_file, user_line_in
+from pygraph_train.problems import Problem, first_line, frames_in, is_user_file, user_line_in
 from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode, schema_of
 from pygraph_train.torch_private.memory import arrived
 from pygraph_train.torch_private.phases import HigherOrderOperator, set_grad_mode
@@ -222,6 +222,29 @@ def _may_catch(file: str, line: int) -> bool:
 def _nodes_of(part: nn.Module) -> list[Node]:
     """Those of all graphs in it."""
     return [n for m in part.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]
+
+
+_BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
+_IN_WORDS = {
+    "step_unsupported": "Dynamo leaves the rest of the function to Python, and looks at none of it",
+    "generic_jump": "a branch depends on the value of a tensor",
+}
+
+
+def end_of(gm: GraphModule) -> Problem | None:
+    """Why a graph ends before its function does, and the line of the user's code.
+
+    To be asked inside a backend, with the graph that it is given. None where the function ends.
+    """
+    end = getattr(gm, "compile_subgraph_reason", None)
+    if end is None or not end.graph_break:
+        return None
+    explanation = re.search(r"Explanation: (.*)", end.reason)
+    why = explanation.group(1) if explanation else first_line(Exception(end.reason))
+    why = _IN_WORDS.get(why.partition(" ")[0], why).strip().rstrip(".")
+    frames = [(frame.filename, frame.lineno) for frame in end.user_stack]
+    inner = [frame for frame in frames if is_user_file(frame[0])] or frames
+    return Problem(f"the graph breaks: {why}", "{}:{}".format(*inner[-1]) if inner else None, _BREAK)
 
 
 def communication(gm: GraphModule) -> str | None:

@@ -29,6 +29,7 @@ from pygraph_train.core.passes import (
     NoCollectives,
     caught,
     communication,
+    end_of,
     halves,
     prepared,
     runner,
@@ -69,7 +70,7 @@ from pygraph_train.torch_private.phases import (
     is_static,
     present_backward,
 )
-from pygraph_train.torch_private.stock_dynamo import end_of, left_untraced, untraced
+from pygraph_train.torch_private.stock_dynamo import left_untraced, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.patches import not_collecting, nothing, standing_in
-from pygraph_train.problems import Problem, first_line, is_user_file
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -320,28 +319,6 @@ def _quiet() -> Iterator[None]:
 
 
 _AROUND_A_TRACE = _counting, _quiet, _without_logs, _one_step_tells, _as_plain, _inner_leaves, _broken_once
-
-_BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
-_IN_WORDS = {
-    "step_unsupported": "Dynamo leaves the rest of the function to Python, and looks at none of it",
-    "generic_jump": "a branch depends on the value of a tensor",
-}
-
-
-def end_of(gm: torch.fx.GraphModule) -> Problem | None:
-    """Why a graph ends before its function does, and the line of the user's code.
-
-    To be asked inside a backend, with the graph that it is given. None where the function ends. (2.11 to 2.15)
-    """
-    end = getattr(gm, "compile_subgraph_reason", None)
-    if end is None or not end.graph_break:
-        return None
-    explanation = re.search(r"Explanation: (.*)", end.reason)
-    why = explanation.group(1) if explanation else first_line(Exception(end.reason))
-    why = _IN_WORDS.get(why.partition(" ")[0], why).strip().rstrip(".")
-    frames = [(frame.filename, frame.lineno) for frame in end.user_stack]
-    inner = [frame for frame in frames if is_user_file(frame[0])] or frames
-    return Problem(f"the graph breaks: {why}", "{}:{}".format(*inner[-1]) if inner else None, _BREAK)
 
 
 def traced_again() -> tuple[str, str | None] | None:
