@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -32,6 +33,57 @@ from pygraph_train.torch_private.dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
+
+class _Allocating:
+    """Context in which some thread makes tensors in a pool. No pool is destroyed meanwhile: torch would end the
+    process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._under_way = 0
+        self._waiting: list[Any] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way:
+                self._waiting.clear()
+
+    def destroy(self, holder: dict[str, Any]) -> None:
+        """Destroy what somebody holds who is gone, the last first, as soon as that is possible."""
+        with self._lock:
+            while holder:
+                _, last = holder.popitem()
+                self._waiting += [last] if self._under_way else []
+                del last
+
+
+_allocating = _Allocating()
+
+
+class _Pool:
+    """Memory of captures. The object keeps it while no graph uses it, with the gradients that live there.
+
+    Attributes:
+        id: of torch's pool.
+        anchor: a small graph that stays in it, once there is one: torch's host allocator refuses a pool again that no
+            graph uses any more (2.11: "use_count > 0").
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.cuda.MemPool()
+        self.id: tuple[int, int] = self.memory.id
+        self.anchor: CudaGraph | None = None
+
+    def __del__(self, destroy: Callable[[dict[str, Any]], None] = _allocating.destroy) -> None:
+        destroy(vars(self))
+
+
 _abandoned: list[tuple[torch.cuda.CUDAGraph, _Pool]] = []
 
 _one_capture = OneCapture()  # CUDA allows one capture at a time in the caching allocator
@@ -50,7 +102,7 @@ class _Shared:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.lasting: torch.cuda.MemPool | None = None
+        self.lasting: _Pool | None = None
 
 
 _shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueDictionary()
@@ -94,21 +146,6 @@ class _Garbage:
 
 
 _garbage = _Garbage()
-
-
-class _Pool:
-    """Memory of captures. The object keeps it while no graph uses it, with the gradients that live there.
-
-    Attributes:
-        id: of torch's pool.
-        anchor: a small graph that stays in it, once there is one: torch's host allocator refuses a pool again that no
-            graph uses any more (2.11: "use_count > 0").
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.MemPool()
-        self.id: tuple[int, int] = self._pool.id
-        self.anchor: CudaGraph | None = None
 
 
 class _WithoutGeneratorState(TorchDispatchMode):
@@ -172,6 +209,7 @@ class CudaEngine:
         self._stream.wait_stream(caller)
         try:
             with (
+                _allocating,
                 expandable_segments(),
                 torch.cuda.stream(self._stream),
                 allocating_in(self.device.index, pool.id),
@@ -184,8 +222,9 @@ class CudaEngine:
     @contextmanager
     def lasting_memory(self) -> Iterator[None]:
         shared = self._in_common()
-        shared.lasting = shared.lasting or torch.cuda.MemPool()
-        with expandable_segments(), torch.cuda.use_mem_pool(shared.lasting, self.device):
+        shared.lasting = shared.lasting or _Pool()
+        memory = torch.cuda.use_mem_pool(shared.lasting.memory, self.device)
+        with _allocating, expandable_segments(), memory:
             yield
 
     def _in_common(self) -> _Shared:
@@ -201,7 +240,7 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
 
     def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
-        with _one_capture, not_collecting():
+        with _allocating, _one_capture, not_collecting():
             return self._capture(fn, instantiate)
 
     def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:

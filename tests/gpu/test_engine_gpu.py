@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -49,6 +50,21 @@ def test_capture_executes_nothing(engine: CudaEngine) -> None:
     engine.capture(lambda: total.add_(torch.rand(4, device="cuda")))
     assert torch.equal(total, torch.zeros(4, device="cuda"))
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_a_pool_is_destroyed_where_nobody_makes_tensors(engine: CudaEngine) -> None:
+    """torch ends a process that destroys one while another is in use, as two threads may do, or a collection."""
+    with engine.scratch_pool() as used, engine.scratch_pool() as gone:
+        pass
+    with engine.allocating_in(gone):
+        torch.ones(1 << 22, device="cuda")
+    held = torch.cuda.memory_reserved()
+    with engine.allocating_in(used):
+        del gone
+        gc.collect()
+        kept = torch.ones(4, device="cuda")
+        during = torch.cuda.memory_reserved()
+    assert during >= held > torch.cuda.memory_reserved() and kept.sum().item() == 4
 
 
 def _host_read(x: torch.Tensor) -> None:
