@@ -226,8 +226,8 @@ def _nodes_of(part: nn.Module) -> list[Node]:
 
 _BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 _IN_WORDS = {
-    "step_unsupported": "Dynamo leaves the rest of the function to Python, and looks at none of it",
-    "generic_jump": "a branch depends on the value of a tensor",
+    "step_unsupported": "the graph breaks: Dynamo leaves the rest of the function to Python, and looks at none of it",
+    "generic_jump": "the graph breaks: a branch depends on the value of a tensor",
 }
 
 
@@ -240,11 +240,11 @@ def end_of(gm: GraphModule) -> Problem | None:
     if end is None or not end.graph_break:
         return None
     explanation = re.search(r"Explanation: (.*)", end.reason)
-    why = explanation.group(1) if explanation else first_line(Exception(end.reason))
-    why = _IN_WORDS.get(why.partition(" ")[0], why).strip().rstrip(".")
+    why = (explanation.group(1) if explanation else first_line(Exception(end.reason))).strip().rstrip(".")
+    why = _IN_WORDS.get(why.partition(" ")[0], f"the graph breaks: {why}")
     frames = [(frame.filename, frame.lineno) for frame in end.user_stack]
     inner = [frame for frame in frames if is_user_file(frame[0])] or frames
-    return Problem(f"the graph breaks: {why}", "{}:{}".format(*inner[-1]) if inner else None, _BREAK)
+    return Problem(why, "{}:{}".format(*inner[-1]) if inner else None, _BREAK)
 
 
 def communication(gm: GraphModule) -> str | None:

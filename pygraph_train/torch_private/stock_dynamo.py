@@ -243,13 +243,16 @@ def _as_plain() -> Iterator[None]:
 
 
 @contextmanager
-def _broken_once() -> Iterator[None]:
+def _at_breaks() -> Iterator[None]:
     """Around the traces of one call: what was found to break a graph breaks at once that of each function on the way.
-    Dynamo would trace all that the function calls once more to find that out. (2.11 to 2.15)"""
+    Dynamo would trace all that the function calls once more to find that out. And nobody looks at what is handed to it:
+    no guard depends on how many boxes an image has, where a loss is left to Python. (2.11 to 2.15)"""
     from torch._dynamo.exc import Unsupported
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.variables import LazyVariableTracker
 
-    stock = InliningInstructionTranslator.inline_call
+    stock, realize_all = InliningInstructionTranslator.inline_call, LazyVariableTracker.realize_all
     found: dict[Any, Unsupported] = {}
 
     def inline(parent: Any, function: Any, *given: Any, **named: Any) -> Any:
@@ -262,8 +265,14 @@ def _broken_once() -> Iterator[None]:
             found[call] = error
             raise
 
+    def look(value: Any, *given: Any, **named: Any) -> Any:
+        breaks = sys._getframe(1).f_code is OutputGraph._get_stack_values_to_restore.__code__
+        return value if breaks else realize_all(value, *given, **named)
+
+    one, other = staticmethod(inline), staticmethod(look)  # type: ignore[arg-type]
+    places = (InliningInstructionTranslator, "inline_call", one), (LazyVariableTracker, "realize_all", other)
     try:
-        with mock.patch.object(InliningInstructionTranslator, "inline_call", staticmethod(inline)):
+        with standing_in(places):
             yield
     finally:
         found.clear()
@@ -318,7 +327,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_AROUND_A_TRACE = _counting, _quiet, _without_logs, _one_step_tells, _as_plain, _inner_leaves, _broken_once
+_AROUND_A_TRACE = _counting, _quiet, _without_logs, _one_step_tells, _as_plain, _inner_leaves, _at_breaks
 
 
 def traced_again() -> tuple[str, str | None] | None:

@@ -291,6 +291,30 @@ def test_what_breaks_a_graph_is_found_out_once() -> None:
     assert len(traced) <= 4 and len(graphs) == 12
 
 
+@pytest.mark.passes_without_graphs("traces are counted")
+def test_no_guard_depends_on_what_is_handed_to_a_function_that_breaks_the_graph() -> None:
+    """A loss that is left to Python takes lists of boxes, of which each image has another number."""
+
+    @torch.compiler.disable
+    def loss(x: Tensor, boxes: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([x.sum(), *[box["corners"].sum() for box in boxes]]).sum()
+
+    def step(x: Tensor, boxes: list[dict[str, Tensor]]) -> Tensor:
+        y = x.sin()
+        return loss(y, boxes)
+
+    def backend(gm: Any, examples: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    graphs: list[Any] = []
+    compiled, x = CompiledFunction(step, backend), torch.randn(3)
+    for count in (2, 1, 0, 3):
+        boxes = [{"corners": torch.randn(count + n, 4)} for n in range(2)]
+        assert torch.equal(compiled(x, boxes), step(x, boxes))
+    assert len(graphs) == 1
+
+
 def test_what_the_user_has_compiled_is_traced_however_long_other_traces_take() -> None:
     @torch.compile(fullgraph=True, backend="eager")
     def compiled_by_user(x: Tensor) -> Tensor:
