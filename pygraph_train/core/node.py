@@ -36,9 +36,14 @@ class Delivery:
 
     A leaf of ours stands for all parameters, because autograd takes microseconds for each input. It is reached by
     backwards that put gradients of all leaves in place, and not by those that somebody asks for some gradients.
+
+    Attributes:
+        made: the recorded backward whose gradients are all that parameters have in this step, None where nothing is
+            known of them.
     """
 
     def __init__(self) -> None:
+        self.made: Any = None
         self._leaves: dict[torch.device, tuple[Tensor, Any]] = {}
         self._sums: dict[int, Tensor] = {}
         self._ones: dict[Any, Tensor] = {}
@@ -427,6 +432,7 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     node.delivery.deliver(node.parameters, there, first)
     node.slot.region.backwards += node.slot.recorded
     node.token = None
+    node.delivery.made = backward if first and node.slot.recorded else None
     return True
 
 

@@ -96,6 +96,7 @@ class _Backward(NamedTuple):
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
         lying: tells where the gradients are.
+        fits: what a capture of the update, which they fit, leaves to know it by, and their layout.
     """
 
     graph: Graph
@@ -105,6 +106,7 @@ class _Backward(NamedTuple):
     homes: list[Tensor]
     addresses: list[int]
     lying: Callable[[], list[int]]
+    fits: list[Any]
 
     def go_home(self, *, values: bool = False) -> None:
         """Have gradients lie where they did, with their present values or those that lie there."""
@@ -298,6 +300,7 @@ class RecordedRegion(RegionCall):
         self._hands_on = overlaps and not region.owner.delivers
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
+        self._alike: list[Tensor] = []  # results, where all are tensors with memory of their own
         self._backwards: dict[frozenset[int], _Backward] = {}
         try:
             self._record(given)
@@ -372,6 +375,8 @@ class RecordedRegion(RegionCall):
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
             if how is None:
                 _let_go(output)
+        alike = {None}.issuperset(self._hand_out) and {Tensor}.issuperset(map(type, outputs))
+        self._alike = [output.detach() for output in outputs] if alike else []
         if self._place:  # inputs that the backward does not read
             kept = set(map(memory_of, self._activations.held))
             for i in self._moving:
@@ -399,7 +404,7 @@ class RecordedRegion(RegionCall):
                 _let_go(local_tensor(gradient))
         lying = addresses_of([g for g in gradients if g is not None])
         homes = [local_tensor(g).detach() for g in gradients if g is not None]
-        return _Backward(graph, seeds, gradients, [*of_parameters.values()], homes, lying(), lying)
+        return _Backward(graph, seeds, gradients, [*of_parameters.values()], homes, lying(), lying, [])
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -442,7 +447,8 @@ class RecordedRegion(RegionCall):
     def _load(self, given: Sequence[Any]) -> None:
         if not self._moving:
             return
-        parts = list(map(Tensor.detach, local_tensors(list(map(given.__getitem__, self._moving)))))
+        parts = list(map(given.__getitem__, self._moving))
+        parts = list(map(Tensor.detach, local_tensors(parts) if self.region.owner.divided else parts))
         if self._overlap:
             parts = list(map(self._whole, self._moving, parts))
         copy_all(self._targets, parts)
@@ -475,7 +481,9 @@ class RecordedRegion(RegionCall):
         return surely(functools.partial(self._handed_out, given), FORWARD)
 
     def _handed_out(self, given: Sequence[Any]) -> list[Any]:
-        """The results of a replay."""
+        """The results of a replay. Hot path."""
+        if self._alike:
+            return list(map(Tensor.clone, self._alike))
         return [
             (_clone(o) if isinstance(o, Tensor) else o) if how is None else given[how]
             for o, how in zip(self._outputs, self._hand_out, strict=True)
@@ -493,7 +501,7 @@ class RecordedRegion(RegionCall):
             return None
         if self._place is not None and self._place.covered:
             return None
-        for i, gradient in seeds.items():
+        for i, gradient in seeds.items() if self.region.owner.divided else ():
             if placements_of(gradient) != self.region.placements.get(i):
                 return None
         if autocast_now(self.region.device) != self.region.autocast:
@@ -520,8 +528,8 @@ class RecordedRegion(RegionCall):
         if backward is None:
             return self._another_backward(seeds)
         if self._backed != self.generation or not self.gives_up:  # a failed backward may have done it
-            targets = local_tensors(list(backward.seeds.values()))
-            copy_all(targets, local_tensors(list(map(seeds.__getitem__, backward.seeds))))
+            pairs = list(backward.seeds.values()), list(map(seeds.__getitem__, backward.seeds))
+            copy_all(*(map(local_tensors, pairs) if self.region.owner.divided else pairs))
             if self.adds and backward.lying() != backward.addresses:
                 backward.go_home(values=True)
             if fresh:
@@ -553,7 +561,7 @@ class RecordedRegion(RegionCall):
             graph.close()
         self._graphs.clear()
         self._backwards.clear()
-        self._outputs = []
+        self._outputs = self._alike = []
 
     # -- comparison -----------------------------------------------------------------------------------
 

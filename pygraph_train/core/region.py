@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.hooks import RemovableHandle
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
@@ -424,6 +425,7 @@ class PhaseRegion:
         self.reason = None
         self.counts = True
         self.inference = False
+        self._hookless = -1
         self._led = 0  # calls so far that lead to gradients, while it is watched
         self.calls = self.replays = self.backwards = self.recordings = self.last = 0
         self._moves = 0
@@ -537,10 +539,11 @@ class PhaseRegion:
 
     def _delivered_now(self, given: Sequence[Any]) -> frozenset[int] | None:
         """The inputs whose gradients are delivered, none with hooks. None where these forbid a replay. Hot path."""
-        if not (self._delivered or self.owner.several):
-            return self._delivered
-        held = self._fixed_of(given)
+        if self._hookless == RemovableHandle.next_id or not (self._delivered or self.owner.several):
+            return self._delivered  # no hook was registered since none was there
+        held, hooks = self._fixed_of(given), RemovableHandle.next_id
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
+            self._hookless = hooks
             return self._delivered
         if self.owner.several:
             self.owner.tell(_HOOKED)
@@ -652,7 +655,7 @@ class PhaseRegion:
             left_untraced()  # Dynamo does not trace a forward anew for other parameters
         # torch 2.11 does not guard which parameters need gradients
         wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
-        if not self.inference and not (any(wanted) or any(given[i].requires_grad for i in self._moving)):
+        if not self.inference and 1 not in wanted and not any(given[i].requires_grad for i in self._moving):
             raise _NoPart
         key = wanted, kernel_switches(), self._key(given) if self._keyed else ()
         slots = self.slots.get(key)
@@ -728,11 +731,11 @@ class PhaseRegion:
         self._keyed = self._numbered is not None or bool(self._numbers) or self.owner.divided
         firsts = {id(given[i]): i for i in reversed(self._positions)}  # a parameter may be given twice
         self._delivered = frozenset(i for i in firsts.values() if self.owner.delivers and given[i].is_leaf)
-        self._learned = True
+        self._learned, self._hookless = True, -1
 
     def _key(self, given: Sequence[Any]) -> Any:
-        moving = [given[i] for i in self._moving]
-        tensors = moving if (parts := local_tensors(moving)) is moving else [*moving, *parts]
+        moving = list(map(given.__getitem__, self._moving))
+        tensors = [*moving, *local_tensors(moving)] if self.owner.divided else moving
         return *map(given.__getitem__, self._numbers), *map(_shape, tensors), *map(_stride, tensors)
 
     # -- recording and comparing ------------------------------------------------------------------------

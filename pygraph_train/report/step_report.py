@@ -138,6 +138,7 @@ class StepReport(Printed):
     def update_replayed(self) -> None:
         """An update came from a graph of its own."""
         self.optimizer_steps_replayed += 1
+        self.update_waits = ""
 
     def update_waited(self, why: str) -> None:
         """Why the latest update had no graph, where later ones may have; "" where it had one."""

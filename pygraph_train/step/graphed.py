@@ -113,9 +113,10 @@ class GraphedStep(LossSteps):
         Returns:
             The result of `step_fn`, detached. No later step overwrites its tensors.
         """
-        if self._at_rest and self._transfer is None and not torch.compiler.is_dynamo_compiling():
-            return self._make_plainly(args, kwargs, update=True)
-        return self._step(args, kwargs, update=True)
+        if self._transfer is not None or self.by_hand is not None or torch.compiler.is_dynamo_compiling():
+            return self._step(args, kwargs, update=True)
+        make = self._make_plainly if self._at_rest else self._make
+        return make(args, kwargs, update=True)
 
     @untraced
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:

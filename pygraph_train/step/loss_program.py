@@ -326,7 +326,7 @@ class LossProgram(StepProgram):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        update: Callable[[Callable[[], None], Callable[[], Any]], Callable[[], None]],
+        update: Callable[..., Callable[[], None]],
         call: Call,
         *,
         first: bool,
@@ -343,7 +343,7 @@ class LossProgram(StepProgram):
             _empty_gradients(self.optimizer)
         # all of this now: nothing has happened yet that could not be made twice
         backward, (between, body) = self.backward, self.update_in_parts()
-        make_update = update(body, self.constants)
+        make_update = update(body, self.constants, at_once=between is None)
         with self.replication.micro_batch(last=last) if self.replication.shared else _ALONE:
             loss, result = self.forward(call, args, kwargs)
             try:
@@ -369,7 +369,7 @@ def _empty_gradients(optimizer: Any) -> None:
             p.grad = None
 
 
-def plain_update(body: Callable[[], None], constants: Callable[[], Any]) -> Callable[[], None]:
+def plain_update(body: Callable[[], None], constants: object, *, at_once: bool) -> Callable[[], None]:
     """The optimizer phase as it is."""
     return body
 

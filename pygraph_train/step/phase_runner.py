@@ -101,6 +101,7 @@ class PhaseRunner:
             regions = self._regions
             regions.replays = regions.plain = regions.parts = 0
             regions.end = None
+            regions.delivery.made = None
             timing = self._chooser is not None and self.timing
             early = timing or self._training.step == 1
             call = self._call if self._may_replay() else self._early_call if early else plain_call
@@ -201,7 +202,7 @@ class PhaseRunner:
         return self._why_plain is None and not off and self._regions.awaited
 
     def _make_update(
-        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any]
+        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any], at_once: bool
     ) -> None:
         training, phase = self._training, self._update_phase
         scaling = training.program.scaling
@@ -211,11 +212,13 @@ class PhaseRunner:
             with self._preparation.prepared():
                 return body()
         given = constants(), scaling.numbers() if scaling.on else ()
-        phase.run(body, given, step=training.step, later=self._awaits_graphs)
-        training.report.update_waited(phase.waits)
+        made = self._regions.delivery.made if at_once else None
+        phase.run(body, given, step=training.step, later=self._awaits_graphs, made=made)
+        step.update_replayed = phase.replayed
         if phase.replayed:
-            step.update_replayed = True
             training.report.update_replayed()
+        else:
+            training.report.update_waited(phase.waits)
         if phase.problem is not None:
             training.note(phase.problem)
             self._drop_update()
@@ -324,12 +327,15 @@ class StepOfPhases:
         """Whether the update has to go through `update`."""
         return self._runner._update_phase is not None
 
-    def update(self, body: Callable[[], None], constants: Callable[[], Any] = tuple) -> Callable[[], None]:
+    def update(
+        self, body: Callable[[], None], constants: Callable[[], Any] = tuple, *, at_once: bool = False
+    ) -> Callable[[], None]:
         """What makes the optimizer phase, from its own graph where there is one. Nothing is executed yet.
 
         Args:
             body: the phase in Python, which says what it executes.
             constants: what gives the Python values that a capture of `body` bakes in.
+            at_once: whether nothing else happens between the backward and it.
         """
         runner = self._runner
 
@@ -337,7 +343,8 @@ class StepOfPhases:
             body()
             done(None)
 
-        return partial(runner._boundary.make, partial(runner._make_update, self, made, constants), made)
+        make = partial(runner._make_update, self, made, constants, at_once)
+        return partial(runner._boundary.make, make, made)
 
     def finish(self) -> None:
         """The step has ended, its update included."""
