@@ -23,6 +23,11 @@ _PART = 1 << 21
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
 
+_ORDER, _MOST_OF_ORDER = 256, 1e-3
+"""What adding in another order changes: so many times what one rounding does, relative, and at most so much. Runs of a
+noisy kernel may agree in a tensor again and again, and a replay may not.
+"""
+
 _MOST_NOISE = 0.05
 """Runs that differ by more, relative to all tensors together, show nothing."""
 
@@ -174,7 +179,9 @@ class PlainRuns:
         typical = noisy.median() if noisy.numel() else noise.new_zeros(())
         # few values may agree by chance where the others differ
         usual = torch.where(noise > 0, torch.maximum(noise, typical), noise)
-        allowed = SAFETY * torch.maximum(usual, self._runs[0].rounding)
+        rounding = self._runs[0].rounding
+        order = (_ORDER * rounding).clamp(max=_MOST_OF_ORDER)
+        allowed = torch.maximum(SAFETY * torch.maximum(usual, rounding), order)
         apart = self._nearest(found)
         return apart / allowed.clamp(min=1e-300), apart, usual
 

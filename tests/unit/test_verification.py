@@ -36,3 +36,17 @@ def test_more_than_that_is_refused_with_both_figures() -> None:
 def test_one_bit_is_refused_where_plain_runs_agree() -> None:
     told = runs(0.0).refuse(run(1e-6, 9))
     assert told is not None and "agree bit for bit" in told
+
+
+@pytest.mark.parametrize(("apart", "allowed"), [(6e-6, True), (1e-4, False)])
+def test_a_tensor_in_which_noisy_runs_agree_may_differ_by_rounding(apart: float, allowed: bool) -> None:
+    """Measured: gradients of positions that a bicubic kernel adds up, beside the noise of other gradients."""
+
+    def both(noise: float, seed: int, apart: float = 0.0) -> Fingerprint:
+        drawn = torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+        return Fingerprint.of([1 + noise * drawn[0], 1 + apart * drawn[1]])
+
+    known = PlainRuns(both(1e-7, 0))
+    for seed in range(1, 4):
+        known.add(both(1e-7, seed))
+    assert (known.refuse(both(1e-7, 9, apart)) is None) == allowed
