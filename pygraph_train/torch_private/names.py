@@ -136,8 +136,9 @@ NAMES = {
         "what Dynamo does for its logs alone": "torch._dynamo.symbolic_convert: get_funcname",
         "what it does where a graph breaks": """
             torch._dynamo.exc: Unsupported
-            torch._dynamo.output_graph: OutputGraph._get_stack_values_to_restore
+            torch._dynamo.output_graph: GraphCompileReason OutputGraph._get_stack_values_to_restore
             torch._dynamo.symbolic_convert: InliningInstructionTranslator.inline_call
+                InstructionTranslatorBase.speculate
             torch._dynamo.variables: LazyVariableTracker.realize_all
         """,
         "what recurrent layers give": "torch._decomp.decompositions: one_layer_lstm one_layer_rnn",

@@ -248,31 +248,42 @@ def _at_breaks() -> Iterator[None]:
     Dynamo would trace all that the function calls once more to find that out. And nobody looks at what is handed to it:
     no guard depends on how many boxes an image has, where a loss is left to Python. (2.11 to 2.15)"""
     from torch._dynamo.exc import Unsupported
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.output_graph import GraphCompileReason, OutputGraph
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.variables import LazyVariableTracker
 
     stock, realize_all = InliningInstructionTranslator.inline_call, LazyVariableTracker.realize_all
-    found: dict[Any, Unsupported] = {}
+    speculate, found = InstructionTranslatorBase.speculate, dict[Any, Unsupported]()
 
-    def inline(parent: Any, function: Any, *given: Any, **named: Any) -> Any:
-        call = parent.f_code, parent.instruction_pointer, function.get_code()
-        if parent.parent is None and call in found:
+    def inline(parent: Any, *given: Any, **named: Any) -> Any:
+        call = parent.f_code, parent.instruction_pointer
+        if parent.parent is None and call in found:  # where `begin` has left it alone, as in a loop
             raise found[call]
         try:
-            return stock(parent, function, *given, **named)
+            return stock(parent, *given, **named)
         except Unsupported as error:
-            found[call] = error
+            calls = getattr(error, "calls", getattr(error.__context__, "calls", ()))  # the innermost first
+            vars(error)["calls"] = (*calls, call)
+            found.update(dict.fromkeys(() if parent.parent else calls, error))
             raise
+
+    def begin(tracer: Any) -> Any:
+        made, why = speculate(tracer), found.get((tracer.f_code, tracer.instruction_pointer))
+        if why is None or tracer.parent or tracer.active_generic_context_managers:
+            return made
+        if tracer.should_compile_partial_graph() and not tracer.maybe_has_backedge():
+            made._failed, made.error_on_graph_break = True, tracer.error_on_graph_break
+            made.reason = GraphCompileReason(why.msg, why.real_stack)
+        return made
 
     def look(value: Any, *given: Any, **named: Any) -> Any:
         breaks = sys._getframe(1).f_code is OutputGraph._get_stack_values_to_restore.__code__
         return value if breaks else realize_all(value, *given, **named)
 
-    one, other = staticmethod(inline), staticmethod(look)  # type: ignore[arg-type]
-    places = (InliningInstructionTranslator, "inline_call", one), (LazyVariableTracker, "realize_all", other)
+    kinds = InliningInstructionTranslator, LazyVariableTracker, InstructionTranslatorBase
+    changes = staticmethod(inline), staticmethod(look), begin  # type: ignore[arg-type]
     try:
-        with standing_in(places):
+        with standing_in(zip(kinds, ("inline_call", "realize_all", "speculate"), changes, strict=True)):
             yield
     finally:
         found.clear()
@@ -317,10 +328,7 @@ _LOGGERS = (
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Around a trace: Dynamo tells a loop that never asked for it neither of graph breaks nor of operations that fail.
-
-    Who asks for its logs gets all of them.
-    """
+    """Around a trace: Dynamo tells neither of graph breaks nor of operations that fail, unless its logs are on."""
     loggers = [log for name in _LOGGERS if not (log := logging.getLogger(name)).isEnabledFor(logging.DEBUG)]
     with warnings.catch_warnings(), standing_in((log, "disabled", True) for log in loggers):
         warnings.filterwarnings("ignore", message=_ADVICE)
