@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import NONE, Routes, Slot, gradient_of
@@ -166,7 +167,9 @@ def is_asked_for(tensor: Tensor) -> bool:
     if tensor.retains_grad or any(not hook.__module__.startswith("lightning.") for hook in hooks):
         return True
     node = tensor.grad_fn
-    if node is None or not reaches(node):
+    if node is None:  # a leaf of the step's own: whoever has it may read its gradient
+        return reaches(get_gradient_edge(tensor).node, asked=True)
+    if not reaches(node):
         return False
     return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
 

@@ -19,7 +19,12 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pygraph_train.problems import Problem, first_line, frames_in, is_user_file, user_line_in
 from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode, schema_of
 from pygraph_train.torch_private.memory import arrived
-from pygraph_train.torch_private.phases import HigherOrderOperator, set_grad_mode
+from pygraph_train.torch_private.phases import (
+    HigherOrderOperator,
+    end_transform,
+    set_grad_mode,
+    transforms,
+)
 from pygraph_train.torch_private.stock_dynamo import default_device
 from pygraph_train.trees import map_leaves
 
@@ -150,9 +155,9 @@ _ATTENTION = "flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"
 def runner(gm: GraphModule) -> Callable[..., Any]:
     """What runs a graph, so that an operation that fails leaves no mode behind.
 
-    Nodes of the graph begin and end `no_grad`, autocast and the choice of attention's kernels.
+    Nodes of the graph begin and end `no_grad`, autocast, transforms and the choice of attention's kernels.
     """
-    if not any(_name(n) in _MODES for n in gm.graph.nodes):
+    if not any(_name(n) in _MODES or _name(n).endswith("_increment_nesting") for n in gm.graph.nodes):
         return gm.forward
     run, sdp = gm.forward, torch.backends.cuda
 
@@ -164,9 +169,12 @@ def runner(gm: GraphModule) -> Callable[..., Any]:
         gradients, depth = torch.is_grad_enabled(), nesting()
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
         attention = [getattr(sdp, f"{kind}_enabled")() for kind in _ATTENTION]
+        layers = transforms()
         try:
             return run(*given)
         except BaseException:
+            while transforms() > layers:
+                end_transform()
             torch.set_grad_enabled(gradients)
             while nesting() > depth:
                 torch.autocast_decrement_nesting()

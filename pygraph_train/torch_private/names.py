@@ -109,7 +109,7 @@ NAMES = {
             torch._C: _current_graph_task_id _get_function_stack_at
                 _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
             torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
-            torch._C._functorch: peek_interpreter_stack
+            torch._C._functorch: get_dynamic_layer_stack_depth pop_dynamic_layer_stack
             torch._functorch.eager_transforms: enable_inplace_requires_grad
             torch.autograd.forward_ad: _current_level
             torch.nn: Module._call_impl Module._compiled_call_impl

@@ -48,7 +48,12 @@ def is_transformed() -> bool:
     Transforms of `torch.func`, derivatives in forward mode, and `torch.jit.trace` take the operations of eager kernels.
     """
     tracing = forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return tracing or torch._C._functorch.peek_interpreter_stack() is not None
+    return tracing or transforms() > 0
+
+
+transforms: Callable[[], int] = private("torch._C._functorch.get_dynamic_layer_stack_depth")
+end_transform: Callable[[], object] = private("torch._C._functorch.pop_dynamic_layer_stack")
+"""How many transforms of `torch.func` are active, and what ends the innermost one. (2.11 to 2.15)"""
 
 
 def compiled_autograd_wanted() -> bool:

@@ -339,10 +339,7 @@ _AROUND_A_TRACE = _counting, _quiet, _without_logs, _one_step_tells, _as_plain, 
 
 
 def traced_again() -> tuple[str, str | None] | None:
-    """The condition that has failed when Dynamo has last traced something anew, and `file:line` of what it is of.
-
-    None where nothing is known of it. (2.11 to 2.15)
-    """
+    """The condition that failed when Dynamo traced anew last, and its `file:line`; None if unknown. (2.11 to 2.15)"""
     for traced in reversed(torch._dynamo.utils.get_compilation_metrics()):
         if traced.recompile_reason:
             condition, *of = re.split(r"\s+# ", traced.recompile_reason.splitlines()[0].partition(": ")[2])
@@ -355,10 +352,8 @@ def traced_again() -> tuple[str, str | None] | None:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Context: Dynamo gives no advice, and what it compiles of new functions is forgotten in the end. (2.11 to 2.15)
-
-    The garbage collection does not see compiled code: where it holds what holds it, nothing is ever freed.
-    """
+    """Context: Dynamo gives no advice, and what it compiles of new functions is forgotten in the end: no garbage
+    collection sees compiled code, which may hold what holds it. (2.11 to 2.15)"""
     from torch._dynamo import convert_frame
 
     known = convert_frame.input_codes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions
-from torch.func import jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -417,7 +417,26 @@ def curvature(model: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("penalty", [jacobian, directional, curvature])
+def nested(model: nn.Module, x: Tensor) -> Tensor:
+    """A second derivative for each row, by transforms of transforms."""
+    return vmap(grad(lambda x: grad(lambda x: model(x[None]).sum())(x).sum()))(x)
+
+
+def adversarial(model: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of a leaf that the step has made."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x)
+    return model((x + 0.1 * slope.sign()).detach())
+
+
+def accumulated(model: nn.Module, x: Tensor) -> Tensor:
+    """The same, where the leaf keeps it."""
+    x = x.clone().requires_grad_()
+    model(x).square().sum().backward(inputs=[x])
+    return model((x + 0.1 * x.grad.sign()).detach())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("penalty", [jacobian, directional, curvature, nested, adversarial, accumulated])
 @pytest.mark.quick
 @same_as_plain(refused="the step differentiates inside")
 def test_derivatives_inside_of_the_step(run: Run, penalty: Any) -> None:
