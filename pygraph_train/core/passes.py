@@ -551,19 +551,19 @@ def _graph_of(
 def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule, str | None]:
     """The graph with its higher-order operators made fit for eager kernels, and the reason why it stays plain.
 
-    AOTAutograd (not `eager`) knows the operators as they are.
+    They are made fit in any case: the operator of a checkpoint draws other random numbers in the backward than in the
+    forward. AOTAutograd (not `eager`) knows the operators as they are.
     """
-    if communication(gm) is not None:
-        return gm, COMMUNICATES
+    why = None if communication(gm) is None else COMMUNICATES
     nodes = _nodes_of(gm)
     if device != "cpu" and any(is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
-        return gm, "it draws random numbers on the host"  # a replay would not
+        why = why or "it draws random numbers on the host"  # a replay would not
     changed = {gm} if _read_random_numbers(gm) else set[GraphModule]()
     parts = [m for m in gm.modules() if isinstance(m, GraphModule)]  # checkpoints may lie in others
     for part, node in [(m, node) for m in parts for node in m.graph.nodes]:
         target = node.target
         if (name := _name(node)) in _OBSTACLES:
-            return gm, f"it gives a tensor other memory ({name})"
+            why = why or f"it gives a tensor other memory ({name})"
         if not eager or node.op != "call_function" or not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
@@ -575,10 +575,10 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
                 node.kwargs = {**node.kwargs, "entering": own}
             changed.add(part)
         elif target.name() not in _EAGER_OPERATORS:
-            return gm, f"eager kernels cannot compute {target.name()}"
+            why = why or f"eager kernels cannot compute {target.name()}"
     for part in changed:
         part.recompile()
-    return gm, None
+    return gm, why
 
 
 def written_inputs(gm: GraphModule) -> set[str]:

@@ -208,8 +208,11 @@ class PhaseRegions:
         made = SharedGraph(self, gm if parts is None else parts[0], examples)
         made.shared.end = end
         self.regions.append(made.shared)
-        call, rest = made.guarded(), None if parts is None else runner(parts[1])
-        return call if rest is None else lambda *given: rest(*given, *call(*given))
+        call = made.guarded()
+        if parts is None:
+            return call
+        rest = runner(prepared(parts[1], self.engine.device.type, eager=True)[0])
+        return lambda *given: rest(*given, *call(*given))
 
     @property
     def compiles(self) -> bool:

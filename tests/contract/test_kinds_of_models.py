@@ -85,6 +85,27 @@ def test_gradient_checkpointing(run: Run, drawing: nn.Module) -> None:
     trains(run, nn.Sequential(nn.Linear(6, 8), Checkpointed(inner, False), nn.Linear(8, 3)))
 
 
+@pytest.mark.parametrize("obstacle", ["other memory", "rows that are found"])
+@same_as_plain(refused="what precedes the checkpoint ends the graph, or moves a tensor")
+def test_a_checkpoint_behind_what_no_graph_can_hold_draws_the_same_numbers_again(
+    run: Run, obstacle: str
+) -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    model = nn.Sequential(nn.Linear(6, 8), Checkpointed(inner, False), nn.Linear(8, 3))
+    mean = torch.zeros(3, device=DEVICE)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        if obstacle == "other memory":
+            with torch.no_grad():
+                mean.data = mean.data * 0.9 + model[2].bias.data * 0.1
+            return cross_entropy(model(x) - mean, y)
+        rows = y.nonzero()[:, 0]
+        return cross_entropy(model(x[rows]), y[rows])
+
+    trains(run, model, step_fn)
+    run.note("mean", mean)
+
+
 @same_as_plain(replays=12)
 def test_adapters_behind_checkpoints(run: Run) -> None:
     """A hook has the frozen embedding's result require gradients, as transformers and PEFT do for checkpoints."""
