@@ -540,7 +540,8 @@ def _graph_of(
     made, copy = Graph(), dict[Node, Node]()
     for n in inputs:
         copy[n] = made.placeholder(n.name)
-        copy[n].meta = dict(n.meta)
+        # Dynamo's own refers to the tensor, and swap_tensors refuses those that somebody refers to
+        copy[n].meta = {key: value for key, value in n.meta.items() if key != "grapharg"}
     for n in body:
         if n.op != "placeholder":
             copy[n] = made.node_copy(n, copy.__getitem__)

@@ -153,6 +153,22 @@ def test_a_parameter_is_swapped_for_another_one(run: Run) -> None:
         step(batch)
 
 
+@same_as_plain(refused="the step gives a tensor other memory")
+def test_a_parameter_is_swapped_where_the_step_moves_a_tensor(run: Run) -> None:
+    model, mean = Net(), torch.zeros(3, device=DEVICE)
+
+    def step_fn(batch: Any) -> Tensor:
+        with torch.no_grad():
+            mean.data = mean.data * 0.9 + model.second.bias.data * 0.1
+        return cross_entropy(model(batch[0]) - mean, batch[1])
+
+    step = run.step(step_fn, model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches(32)):
+        if number == 14:
+            torch.utils.swap_tensors(model.second.weight, nn.Parameter(torch.full((3, 8), 0.1)))
+        step(batch)
+
+
 @same_as_plain(replays=12, updates=8)
 def test_weights_are_tied_in_mid_run(run: Run) -> None:
     """One parameter is then used in two places, and its gradient is the sum of both."""
