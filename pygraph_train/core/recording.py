@@ -96,7 +96,7 @@ class _Backward(NamedTuple):
         homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
         addresses: of `homes`.
         lying: tells where the gradients are.
-        fits: what a capture of the update, which they fit, leaves to know it by, and their layout.
+        fits: the list `addresses` of the captured update that takes these gradients, and their layout; empty before.
     """
 
     graph: Graph

@@ -197,11 +197,9 @@ class OptimizerPhase:
             return body()
         known = None if made is None or not made.fits else self._captures.get(())
         if known is not None and made.fits[0] is known.addresses:
-            _, layout = made.fits
-            if self._rests(known, constants) and known.memory.free and not self._is_due(known):
-                known.audits.left -= 1
-                self.replayed = True
-                return self._replay(known, layout)
+            rests = known.constants == constants and self._rests(known)
+            if rests and known.memory.free and self._served(known, made.fits[1]):
+                return None
         parameters = list(optimized(self._optimizer))
         gradients = list(map(_grad, parameters))
         try:
@@ -239,18 +237,20 @@ class OptimizerPhase:
             self._captures[key] = capture
         if not capture.memory.free:  # a backward is still to come that reads there
             return self._run_prepared(body)
-        if self._is_due(capture):
-            return self._verified_replay(capture, body, parameters, gradients, layout, key)
         if made is not None and not key and set(map(id, gradients)) <= set(map(id, made.gradients)):
             made.fits[:] = capture.addresses, layout  # not the capture, which would keep the model
-        capture.audits.left -= 1
+        if not self._served(capture, layout):
+            self._verified_replay(capture, body, parameters, gradients, layout, key)
+
+    def _served(self, capture: _CapturedUpdate, layout: Layout) -> bool:
+        """Replay, unless the replay has to be compared. Hot path."""
+        audits = capture.audits
+        if not capture.verified or (audits.left <= 0 and audits.due(time.perf_counter())):
+            return False
+        audits.left -= 1
         self.replayed = True
         self._replay(capture, layout)
-
-    def _is_due(self, capture: _CapturedUpdate) -> bool:
-        """Whether a replay has to be compared. Hot path."""
-        audits = capture.audits
-        return not capture.verified or (audits.left <= 0 and audits.due(time.perf_counter()))
+        return True
 
     def _replay(self, capture: _CapturedUpdate, layout: Layout) -> None:
         """The hot path: where the gradients are, the learning rate, launch."""
@@ -274,13 +274,12 @@ class OptimizerPhase:
         if capture.constants != constants:
             return Problem("how gradients are clipped or scaled changes again and again")
         looks = capture.looks == layout.looks and capture.inputs.fit(layout.addresses)
-        return None if looks and self._rests(capture, constants) else self._preparation.what_changed()
+        return None if looks and self._rests(capture) else self._preparation.what_changed()
 
-    def _rests(self, capture: _CapturedUpdate, constants: Any) -> bool:
-        """Whether all but parameters and gradients is as captured. Hot path."""
+    def _rests(self, capture: _CapturedUpdate) -> bool:
+        """Whether the optimizer's state and hyperparameters are as captured. Hot path."""
         return (
-            capture.constants == constants
-            and capture.generation == self._preparation.generation
+            capture.generation == self._preparation.generation
             and self._preparation.state_unchanged()
             and bool(self._preparation.hyperparameters() == capture.hyperparameters)
         )
