@@ -156,9 +156,10 @@ class OptimizerGraph:
         constants = constants, self._program.scaling.numbers()
         self._phase.run(body, constants, step=self.runs, later=later)
         self.replayed = self._phase.replayed
-        self._report.update_waited(self._phase.waits)
         if self.replayed:
             self._report.update_replayed()
+        else:
+            self._report.update_waited(self._phase.waits)
         if self._phase.problem is not None:
             self._turn_off(self._phase.problem)
 
