@@ -74,7 +74,8 @@ def what_is_off() -> tuple[list[str], bool]:
     """Sentences about what this torch lacks or may lack, and whether steps can have graphs."""
     missing = _missing()
     told = [f"torch lacks {name} ({purpose}), so {instead}." for name, purpose, instead in missing]
-    told += [f"{new}." for new in filter(None, [what_is_new()])]
+    if new := what_is_new():
+        told.append(f"{new}.")
     return told, all(instead != GRAPHS for _, _, instead in missing)
 
 

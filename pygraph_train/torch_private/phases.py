@@ -42,6 +42,11 @@ at_end_of_backward: Callable[..., None] = private("torch.autograd.Variable._exec
 """Have something called when the present backward has ended without an exception. (2.11 to 2.15)"""
 
 
+transforms: Callable[[], int] = private("torch._C._functorch.get_dynamic_layer_stack_depth")
+end_transform: Callable[[], object] = private("torch._C._functorch.pop_dynamic_layer_stack")
+"""How many transforms of `torch.func` are active, and what ends the innermost one. (2.11 to 2.15)"""
+
+
 def is_transformed() -> bool:
     """Whether operations are for something else than training now. (2.11, 2.13)
 
@@ -49,11 +54,6 @@ def is_transformed() -> bool:
     """
     tracing = forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined]
     return tracing or transforms() > 0
-
-
-transforms: Callable[[], int] = private("torch._C._functorch.get_dynamic_layer_stack_depth")
-end_transform: Callable[[], object] = private("torch._C._functorch.pop_dynamic_layer_stack")
-"""How many transforms of `torch.func` are active, and what ends the innermost one. (2.11 to 2.15)"""
 
 
 def compiled_autograd_wanted() -> bool:
