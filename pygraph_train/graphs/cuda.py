@@ -35,9 +35,7 @@ T = TypeVar("T")
 
 
 class _Allocating:
-    """Context in which some thread makes tensors in a pool. No pool is destroyed meanwhile: torch would end the
-    process.
-    """
+    """Context in which a thread makes tensors in a pool. Pools are destroyed afterwards, or torch ends the process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -51,8 +49,8 @@ class _Allocating:
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._under_way -= 1
-            if not self._under_way:
-                self._waiting.clear()
+            while self._waiting and not self._under_way:
+                self._waiting.pop(0)
 
     def destroy(self, holder: dict[str, Any]) -> None:
         """Destroy what somebody holds who is gone, the last first, as soon as that is possible."""
