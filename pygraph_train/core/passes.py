@@ -540,7 +540,7 @@ def _graph_of(
     made, copy = Graph(), dict[Node, Node]()
     for n in inputs:
         copy[n] = made.placeholder(n.name)
-        # Dynamo's own refers to the tensor, and swap_tensors refuses those that somebody refers to
+        # "grapharg" refers to the tensor, and swap_tensors refuses a tensor that somebody refers to
         copy[n].meta = {key: value for key, value in n.meta.items() if key != "grapharg"}
     for n in body:
         if n.op != "placeholder":
@@ -552,8 +552,8 @@ def _graph_of(
 def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule, str | None]:
     """The graph with its higher-order operators made fit for eager kernels, and the reason why it stays plain.
 
-    They are made fit in any case: the operator of a checkpoint draws other random numbers in the backward than in the
-    forward. AOTAutograd (not `eager`) knows the operators as they are.
+    The operators of a graph that stays plain are made fit as well: that of a checkpoint draws other random numbers in
+    the backward than in the forward. AOTAutograd (not `eager`) knows the operators as they are.
     """
     why = None if communication(gm) is None else COMMUNICATES
     nodes = _nodes_of(gm)

@@ -30,9 +30,9 @@ steps took the host 12 to 40 ms). How often they have to pay where the number of
 """
 
 _LONG, _SHARE = 6.0, 0.05
-"""Once traces have taken longer than graphs are expected to cost, or so many seconds, and than this share of what
-graphs save, no further function is traced: those around graph breaks are traced one by one, and some of them anew in
-each step.
+"""No further function is traced once traces have taken as long as graphs are expected to cost, or so many seconds where
+that is less, and this share of what graphs save. Functions around graph breaks are traced one by one, and some of them
+anew in each step.
 """
 
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60

@@ -244,9 +244,9 @@ def _as_plain() -> Iterator[None]:
 
 @contextmanager
 def _at_breaks() -> Iterator[None]:
-    """Around the traces of one call: what was found to break a graph breaks at once that of each function on the way.
-    Dynamo would trace all that the function calls once more to find that out. And nobody looks at what is handed to it:
-    no guard depends on how many boxes an image has, where a loss is left to Python. (2.11 to 2.15)"""
+    """Around the traces of one call: a call that was found to break a graph ends the graph of each function on the way
+    to it at once. Dynamo would trace all that the function calls once more to find that out. Nor does a guard depend on
+    what is handed to such a call, as the boxes of an image to a loss that is left to Python. (2.11 to 2.15)"""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.output_graph import GraphCompileReason, OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
