@@ -94,14 +94,13 @@ class PhaseRunner:
 
     def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
+        regions = self._regions
+        regions.replays = regions.plain = regions.parts = 0
+        regions.end = regions.delivery.made = None
         if not _turn.acquire(blocking=False):  # a recording changes what all threads see
             self._training.note(_OTHER_THREAD)
             return run(plain_call)
         try:
-            regions = self._regions
-            regions.replays = regions.plain = regions.parts = 0
-            regions.end = None
-            regions.delivery.made = None
             timing = self._chooser is not None and self.timing
             early = timing or self._training.step == 1
             call = self._call if self._may_replay() else self._early_call if early else plain_call

@@ -452,6 +452,30 @@ def test_two_threads_train_two_models(run: Run) -> None:
     run.note("models", models)
 
 
+@same_as_plain(replays=12)
+def test_another_thread_is_in_its_step_for_some_steps(run: Run) -> None:
+    """Those steps run without a graph; no gradient or count of an earlier replay may stand in for theirs."""
+    inside, over = threading.Event(), threading.Event()
+
+    def waits(x: Tensor) -> Tensor:
+        inside.set()
+        assert over.wait(60)
+        return other(x).square().mean()
+
+    model, other = Net(), Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    elsewhere = run.step(waits, model=other, optimizer=adamw(other))
+    thread = threading.Thread(target=elsewhere, args=(batches(1)[0][0],))
+    for number, batch in enumerate(batches(24)):
+        if number == 10:
+            thread.start()
+            assert inside.wait(60)
+        elif number == 14:
+            over.set()
+            thread.join()
+        step(batch)
+
+
 @pytest.mark.xfail(strict=True, reason="plain training goes on with the casts of its first step")
 @same_as_plain(replays=12)
 def test_autocast_around_the_whole_loop(run: Run) -> None:
