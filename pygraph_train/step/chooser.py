@@ -24,10 +24,13 @@ _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
 _COST, _COST_OF_HOST, _MARGIN = 0.5, 100, 2.0
-"""What graphs cost, before anything is known of it: seconds, and how many times the host's time in a plain step, as
-Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of benchmarks.recipes on an H200, where
-steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
+"""What graphs cost, before anything is known of it: seconds for each trace, and how many times the host's time in a
+plain step, as Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of benchmarks.recipes on an
+H200, where steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
 """
+
+_TRACES = 2
+"""So often a model is traced that a step calls more than once, where it calls several: the networks of a GAN are."""
 
 _LONG, _SHARE = 6.0, 0.05
 """No further function is traced once traces have taken as long as graphs are expected to cost, or so many seconds where
@@ -88,7 +91,8 @@ class Chooser:
         self._quiet = self._missed = self._in_a_row = 0
         self._parts = math.inf  # the fewest in a step, since Dynamo last traced
         self._empty, self._wanted = empty, 0
-        self._work, self._calls, self._updates = 0.0, 0, 0  # of the present step
+        self._work, self._calls, self._updates, self._called = 0.0, 0, 0, 0  # of the present step
+        self._expects = 1  # so many traces
         self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs, of what graphs would save
@@ -110,7 +114,7 @@ class Chooser:
     @property
     def _expected(self) -> float:
         """Seconds that graphs are expected to cost."""
-        return _COST + _COST_OF_HOST * self._host
+        return _COST * self._expects + _COST_OF_HOST * self._host
 
     @property
     def _further(self) -> float:
@@ -125,16 +129,18 @@ class Chooser:
         """Whether graphs that take so long to make pay, where they serve this share of all further steps."""
         return self._further * share * self._saves >= seconds
 
-    def worked(self, seconds: float, calls: int = 0) -> None:
+    def worked(self, seconds: float, calls: int = 0, models: int = 1) -> None:
         """The host has worked in a plain step on what graphs would replay.
 
         Args:
             seconds: in forward, backward or update; below zero for what no graph replaces.
             calls: how many replays that would be, each with its backward; 0 for an update.
+            models: how many models made them; 0 for a part of one that was counted.
         """
         self._work += seconds
         self._calls += calls
         self._updates += not calls and seconds > 0
+        self._called += models if calls else 0
 
     def step_ended(self, replayed: bool, parts: int, traces: int) -> Problem | None:
         """A step has ended. Hot path.
@@ -162,7 +168,9 @@ class Chooser:
                 saves = min(saves, _SAVED * self._work - replaying)
                 self._worked = min(self._worked, self._work)
             self._saves = min(self._saves, saves)
-            self._work, self._calls, self._updates = 0.0, 0, 0
+            if self._called > 1:
+                self._expects = max(self._expects, min(self._calls, _TRACES * self._called))
+            self._work, self._calls, self._updates, self._called = 0.0, 0, 0, 0
             self.plain = self._steps < _PLAIN
             self._traces = traces
             return None if self.plain else self._why_none()

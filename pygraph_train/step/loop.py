@@ -367,7 +367,8 @@ class Loop:
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         """Whether graphs of forward and backward are worth their while."""
         for call in self._calls if chooser.plain else ():
-            chooser.worked((1 if call.within else _WITH_BACKWARD) * sum(call.spent), len(call.spent))
+            seconds = (1 if call.within else _WITH_BACKWARD) * sum(call.spent)
+            chooser.worked(seconds, len(call.spent), models=not call.within)
             call.spent.clear()
         before, why = chooser.plain, chooser.step_ended(graphed, parts, traces())
         for call in self._calls:
