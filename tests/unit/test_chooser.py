@@ -384,6 +384,20 @@ def test_a_loop_traces_no_rare_step(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert RARE.reason in str(report["fallbacks"])
 
 
+def test_hooks_that_are_added_in_each_step_are_no_reason_to_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adapters do whose checkpoints are switched off and on again: Dynamo would trace the model in each step."""
+    _choose(monkeypatch, 1e-2, 1e-3)
+    monkeypatch.setattr(chooser, "_PLAIN", 8)
+    model = _small()
+    step, report = _accelerated(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    before = sum(torch._dynamo.utils.counters["frames"].values())
+    for _ in range(20):
+        model[0].register_forward_hook(lambda module, given, made: None)
+        step(torch.randn(3, 4))
+    assert sum(torch._dynamo.utils.counters["frames"].values()) == before
+    assert "finds more hooks in Sequential" in str(report().to_dict()["fallbacks"])
+
+
 @pytest.mark.parametrize("make", [_graphed, _accelerated])
 def test_the_last_batch_of_an_epoch_takes_no_trace(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that have changed before the first trace, and the number of rows, are numbers in it."""
