@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
 
-from pygraph_train import GraphedStep
+from pygraph_train import GraphedStep, PyGraphConfig
+from pygraph_train.verification import Fingerprint
 
 OPTIMIZERS = pytest.mark.parametrize(
     ("make_optimizer", "plan"),
@@ -1111,3 +1113,18 @@ def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> N
         diary.write_state(model, optimizer)
 
     assert both(script, replays=12).steps_replayed >= 12
+
+
+def test_comparisons_under_autocast_leave_no_casts_of_weights(monkeypatch):
+    """Autocast keeps casts of weights until it ends, and each plain run of a comparison has weights of its own."""
+    monkeypatch.setattr(Fingerprint, "same_bits", lambda *_: False)
+    model = Net()
+    # a capture of the update would let go of casts
+    config = PyGraphConfig(engine="emulated", optimizer="off")
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=config)
+    with torch.autocast("cpu", torch.bfloat16):
+        for batch in batches(12):
+            step(batch)
+        kept = [t for t in gc.get_objects() if type(t) is Tensor and t.is_leaf and t.requires_grad]
+    assert step.report().to_dict()["phases_from_graphs"]["F"] >= 6, str(step.report())
+    assert sum(t.shape == model.first.weight.shape for t in kept) == 1, "the graph's own one alone"

@@ -890,6 +890,7 @@ class PhaseRegion:
         with self._undone(given):
             with (self.owner.row or free_memory(self.owner.engine)).used(self.owner.engine):
                 made = run_plainly(self, given, asked)
+            torch.clear_autocast_cache()  # an autocast around the region would keep casts of this run's weights
             return None if made is None else self._fingerprint_of(given, *made, distances)
 
     def _of_a_replay(
