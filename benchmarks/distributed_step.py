@@ -58,6 +58,7 @@ def measure(model: str, loop: str, way: str, args: argparse.Namespace) -> dict[s
         row["step_ms"] = statistics.median(seconds[-(len(seconds) // 3) :]) * 1e3
         row["whole_s"] = sum(seconds)
         row["report"] = report()
+        getattr(step, "close", bool)()  # NCCL ends only after graphs that hold collectives
     if args.device == "cuda":
         row["reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
     return row

@@ -285,6 +285,8 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     delivery.begin()
     keeps = backward_keeps_graph()
     backward = slot.backward_of(seeds, keeps=keeps)
+    if slot.region.votes is not None:
+        backward = slot.agreed(backward)
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
     found = _gradients_of(ctx, backward, seeds, delivers=delivers)
     if not keeps:

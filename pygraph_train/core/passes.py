@@ -6,8 +6,8 @@ import ast
 import contextlib
 import functools
 import linecache
-import operator
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pygraph_train.problems import Problem, first_line, frames_in, is_user_file, user_line_in
 from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode, schema_of
-from pygraph_train.torch_private.memory import arrived
 from pygraph_train.torch_private.phases import (
     HigherOrderOperator,
     end_transform,
@@ -42,8 +41,8 @@ _COMMUNICATES = re.compile(r"torch\.(distributed|_ops\._?c10d)|_?c10d")
 
 COMMUNICATES = "other processes take part in an operation of it"
 
-_EXCHANGING = ("from_local", "redistribute", "full_tensor")
-"""Ends of names: what may exchange parts of a DTensor, or of its gradient."""
+_OF_PARTS = ("to_local", "from_local", "redistribute", "full_tensor")
+"""Ends of names of what makes and divides DTensors, with collectives that a graph can hold."""
 
 _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
@@ -261,103 +260,35 @@ def communication(gm: GraphModule) -> str | None:
     Where they replay nothing, they would wait for each comparison and each capture. And Dynamo changes the gradient: of
     a sum over all processes that is made in place, the summand gets none.
     """
-    node = next(iter(_talking(gm)), None)
+    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in _nodes_of(gm))
+    talking = (n for n, name in names if _COMMUNICATES.match(name) and not _name(n).endswith(_OF_PARTS))
+    node = next(talking, None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
 
 
-class NoCollectives(TorchDispatchMode):
-    """Inside, an operation in which other processes take part raises before they notice."""
+def parts_in(gm: GraphModule) -> list[Any]:
+    """The DTensors in a graph."""
+    return [value for n in gm.graph.nodes if hasattr(value := value_of(n), "placements")]
+
+
+def signature(gm: GraphModule) -> int:
+    """A number that is the same in all processes that trace the same operations."""
+    return zlib.crc32(" ".join(filter(None, map(_name, gm.graph.nodes))).encode())
+
+
+class Collectives(TorchDispatchMode):
+    """Counts operations in which other processes take part, as `sent` of a region."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self._region = region
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wraps = any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types)
         if wraps and FakeTensor not in types:
             return NotImplemented  # its operations on plain tensors come back here
-        if "c10d" in operation.namespace:
-            raise RuntimeError("other processes take part in an operation of it")
+        self._region.sent += "c10d" in operation.namespace
         return operation(*args, **(kwargs or {}))
-
-
-def _talking(gm: GraphModule) -> list[Node]:
-    """What other processes take part in, or in whose backward."""
-    names = ((n, str(getattr(n.target, "__module__", n.target))) for n in _nodes_of(gm))
-    talking = [n for n, name in names if _COMMUNICATES.match(name) or _exchanges(n)]
-    return [n for n in talking if _exchanges(n) or not _name(n).endswith(("to_local", *_EXCHANGING))]
-
-
-def _exchanges(node: Node) -> bool:
-    """Whether processes exchange parts of a DTensor in it, or of its gradient."""
-    if not _name(node).endswith(_EXCHANGING):
-        return False
-    placed, before = (getattr(value_of(n), "placements", ()) for n in (node, node.all_input_nodes[0]))
-    return placed != before if before else not all(p.is_shard() for p in placed)
-
-
-def stretches(gm: GraphModule) -> tuple[dict[str, GraphModule], Graph] | None:
-    """What lies between exchanges, by name, and a graph of exchanges and calls of these parts.
-
-    Exchanges keep their order, and with it autograd keeps that of their backwards. Each comes as soon as its inputs are
-    there. None where the parts would not compute what the graph does.
-    """
-    program, talking = list(gm.graph.nodes), _talking(gm)
-    inputs, output = gm.graph.find_nodes(op="placeholder"), program[-1]
-    turns: list[tuple[list[Node], list[Node]]] = [([], [])]
-    modes, off = 0, False
-    if any(n.graph is not gm.graph or not _exchanges(n) for n in talking):
-        return None
-    for n in program[len(inputs) : -1]:
-        modes += _AUTOCAST.get(_name(n), 0)
-        off = n.args[0] is False if _name(n) == _GRAD_MODE else off
-        if n in talking:
-            body = turns[-1][1]
-            if modes or off:
-                return None
-            if any(x in body for x in n.all_input_nodes) or any(map(_writes, body)):
-                turns.append(([], []))
-        turns[-1][n not in talking].append(n)
-    order = [*inputs, *(n for front, body in turns for n in (*front, *body)), output]
-    home = {n: i for i, (_, body) in enumerate(turns) for n in body}
-    if not all(_adds_in_order(n, program, order, home) for n in order):
-        return None
-    made, parts, names = Graph(), dict[str, GraphModule](), {n.name for n in inputs}
-    copy = {n: made.node_copy(n) for n in inputs}
-    for i, (front, body) in enumerate(turns):
-        for n in front:
-            copy[n] = made.call_function(arrived, (made.node_copy(n, copy.__getitem__),))
-        taken = [n for n in order if home.get(n) != i and any(home.get(u) == i for u in n.users)]
-        handed = [n for n in body if any(home.get(u) != i for u in n.users)]
-        part = parts[name := f"part_{i}"] = _graph_of(gm, taken, body, handed)
-        if not written_inputs(part) <= names or not _all_lead_to_all(taken, body, handed):
-            return None
-        results = made.call_module(name, tuple(copy[n] for n in taken))
-        copy |= {n: made.call_function(operator.getitem, (results, k)) for k, n in enumerate(handed)}
-    made.output(tuple(copy[n] if isinstance(n, Node) else n for n in output.args[0]))
-    return parts, made
-
-
-def _leads(node: Node) -> bool:
-    """Whether autograd goes on from its result, to what is no parameter."""
-    value = value_of(node)
-    return isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
-
-
-def _adds_in_order(n: Node, program: list[Node], order: list[Node], home: dict[Node, int]) -> bool:
-    """Whether gradients of a result are added up as in plain training: other parts add theirs up first."""
-    users = sorted(n.users, key=program.index)
-    parts = [None if home.get(u) == home.get(n) else home.get(u) for u in users]
-    while parts and parts[0] in (None, parts[-1]):
-        parts.pop(0)
-    return not _leads(n) or (not parts and users == sorted(users, key=order.index))
-
-
-def _all_lead_to_all(taken: Sequence[Node], body: Sequence[Node], handed: Sequence[Node]) -> bool:
-    """Whether a backward of any result goes on to all inputs, so that each rank asks for gradients of the same ones."""
-    behind = {n: {n} if _leads(n) else set[Node]() for n in taken}
-    every = set[Node]().union(*behind.values())
-    for n in body:
-        stops = isinstance(value_of(n), Tensor) and not value_of(n).requires_grad
-        behind[n] = set[Node]().union(*(behind[x] for x in n.all_input_nodes if not stops))
-    known = all(isinstance(value_of(n), (Tensor, int, torch.SymInt)) for n in handed)
-    return known and all(behind[n] == every for n in handed if _leads(n))
 
 
 @functools.cache

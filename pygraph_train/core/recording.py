@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,6 +16,7 @@ from pygraph_train.core.memory import Memory, Place, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.identity import picker
+from pygraph_train.parallel.votes import Apart
 from pygraph_train.random_state import OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.memory import (
     addresses_of,
@@ -24,7 +25,7 @@ from pygraph_train.torch_private.memory import (
     copy_all,
     local_tensor,
     local_tensors,
-    placements_of,
+    received,
 )
 from pygraph_train.torch_private.phases import negate_all, zero_all
 from pygraph_train.verification import Audits
@@ -58,7 +59,7 @@ class _Activations:
 
     def pack(self, saved: Tensor) -> int:
         """Keep a tensor, and return its number."""
-        self._held.append(saved.data)
+        self._held.append(received(saved).data)
         return len(self._held) - 1
 
     @property
@@ -139,6 +140,7 @@ class RegionCall:
 
     recorded = True
     adds = False
+    _asked, _agreed = 0, True  # the generation whose backward was voted on last, and how
     stay: frozenset[int] = frozenset()
     differ: list[int]
 
@@ -164,6 +166,14 @@ class RegionCall:
             returned = [k for k, i in enumerate(self.leads) if i not in of]
             known = self._routes[of] = delivered, returned, picker([self.leads[k] for k in delivered])
         return known
+
+    def agreed(self, backward: Any) -> Any:
+        """The same backward where all processes replay it; None where one of them does not. Hot path."""
+        if self._asked != self.generation:
+            self._asked, self._agreed = self.generation, False
+            with suppress(Apart):
+                self._agreed = self.region.agree(backward is not None)
+        return backward if self._agreed else None
 
     def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
@@ -275,6 +285,7 @@ class RecordedRegion(RegionCall):
         overlaps: whether gradients stay where the recorded backward computes them, see `PhaseRegions.overlaps`.
 
     Attributes:
+        number: how many recordings of the region came before.
         gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         audits: when it is compared once more; set by who has recorded it.
         overwrites: positions of parameters whose gradients lie where its forward computes.
@@ -285,6 +296,7 @@ class RecordedRegion(RegionCall):
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
         # each recording there has memory of its own, so further shapes overwrite each other elsewhere
         row = None if any(region.slots.values()) else region.owner.row
+        self.number = region.recordings
         self._place = Place(row) if row else None
         super().__init__(region, given, self._place or free_memory(region.owner.engine))
         self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
@@ -304,6 +316,7 @@ class RecordedRegion(RegionCall):
         self._backwards: dict[frozenset[int], _Backward] = {}
         try:
             self._record(given)
+            region.agree(True)
         except BaseException:
             self.close()
             raise
@@ -369,6 +382,7 @@ class RecordedRegion(RegionCall):
         self._graphs.append(graph)
         self._forward, self._outputs = graph, outputs
         if engine.name == "emulated":  # its capture of the backward computes with what the forward has saved
+            self.region.agree(True)
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
@@ -440,7 +454,7 @@ class RecordedRegion(RegionCall):
             for k, home in self._homes.items():
                 if (gradient := found[k]) is not None:
                     found[k] = home.copy_(gradient)
-            return found
+            return [received(g) for g in found]
         finally:
             self._activations.given_up = False
 
@@ -502,7 +516,7 @@ class RecordedRegion(RegionCall):
         if self._place is not None and self._place.covered:
             return None
         for i, gradient in seeds.items() if self.region.owner.divided else ():
-            if placements_of(gradient) != self.region.placements.get(i):
+            if getattr(gradient, "placements", None) != self.region.placements.get(i):
                 return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None

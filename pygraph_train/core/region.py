@@ -11,8 +11,8 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,21 @@ from torch.utils.hooks import RemovableHandle
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import Lent, Memory, Row, first_memory, forget_memory, free_memory, idle_memory
+from pygraph_train.core.memory import Lent, Memory, first_memory, forget_memory, free_memory, idle_memory
 from pygraph_train.core.node import Delivery, is_asked_for, lies_at, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
     COMMUNICATES,
+    Collectives,
     HostPart,
-    NoCollectives,
     caught,
     communication,
     end_of,
     halves,
+    parts_in,
     prepared,
     runner,
-    stretches,
-    value_of,
+    signature,
     written_inputs,
 )
 from pygraph_train.core.recording import (
@@ -50,7 +50,9 @@ from pygraph_train.core.recording import (
 from pygraph_train.graphs.compact import move_together
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.identity import identities, picker
+from pygraph_train.parallel import votes as choices
 from pygraph_train.parallel.replication import several_processes
+from pygraph_train.parallel.votes import APART, Apart, Votes, ranks_of
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import Backup, ScratchState
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -59,7 +61,7 @@ from pygraph_train.torch_private.memory import (
     is_alone,
     local_tensor,
     local_tensors,
-    placements_of,
+    received,
     tensor_version,
 )
 from pygraph_train.torch_private.phases import (
@@ -132,7 +134,7 @@ class PhaseRegions:
         parts: in the present step, calls of regions.
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
-        divided, refused: whether graphs have DTensors, and whether one of these cannot be divided into parts.
+        divided, refused: whether graphs have DTensors, and whether one of these may not be recorded.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -141,6 +143,7 @@ class PhaseRegions:
         row: the memory of recordings, where many of them are pending at once; None where each takes some that is free.
         overlaps: the memory in which these lie, where the graphs of one forward use it again; None where none does.
         settle: called before the first recording: what lies between activations that are gone moves out of there.
+        votes: of the processes that compute with other parts of the same DTensors.
         pays: whether a recording pays: called with the share of all calls that it will serve, and its seconds.
     """
 
@@ -172,32 +175,22 @@ class PhaseRegions:
         self.gradients: dict[int, Tensor] = {}
         self.row = None if lent is None else lent.forwards
         self.overlaps: Memory | None = None
+        self.votes: Votes | None = None
         self.settle: Callable[[], object] = lambda: None
         self.pays: Callable[[float, float], bool] = lambda share, seconds: True
         self.closed = self.divided = self.refused = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        end, talks, divided = end_of(gm), communication(gm), None
-        if any(hasattr(value_of(n), "placements") for n in gm.graph.nodes):
-            divided = None if self.delivers or self.compiles or self.refused else stretches(gm)
-            self.divided, self.refused = True, divided is None
-            self.row = self.row or Row()
-            talks = None if divided else talks or ""
+        end, talks = end_of(gm), communication(gm)
+        if parts_in(gm):
+            self.refused |= self.delivers or self.compiles
+            self.divided, talks = True, talks or ("" if self.refused else None)
         lost = "" if None in next(iter(reversed(gm.graph.nodes))).args[0] else None
         for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks), (_LOST, lost)):
             if where is not None:
                 self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python
         self.leads |= end is not None
-        if divided is None:
-            return self._part(gm, examples, end)
-        parts, whole = divided
-        taken = {name: part.graph.find_nodes(op="placeholder") for name, part in parts.items()}
-        made = {name: self._part(parts[name], list(map(value_of, taken[name])), end) for name in parts}
-        return runner(GraphModule(made, whole))
-
-    def _part(self, gm: GraphModule, examples: Sequence[Any], end: Problem | None) -> Callable[..., Any]:
-        """What runs a graph in which no other process takes part."""
         if self.engine.device.type != "cpu" and (host := HostPart(gm)).any:
             return host.around(self._region(host.rest, host.examples(examples), end))
         return self._region(gm, examples, end)
@@ -352,6 +345,8 @@ class PhaseRegions:
     def close(self) -> None:
         """Release all graphs but those whose backward is still to come. Regions run as they are from now on."""
         self.closed = True
+        if self.votes is not None:
+            self.votes.leave(APART)
         for region in self.regions:
             region.close()
         if self.row is not None:
@@ -394,12 +389,18 @@ class PhaseRegion:
         compiled = owner.kernels(gm, examples)
         gm, why = prepared(gm, owner.engine.device.type, eager=compiled is None)
         self._plainly = self.run = compiled or runner(gm)
+        parts = parts_in(gm)
+        self.votes, self._graph = owner.votes if parts else None, signature(gm)
+        if len(ranks := ranks_of(parts)) > 1 and not (self.votes and ranks <= set(self.votes.ranks)):
+            why = COMMUNICATES
         self.end: Problem | None = None
         lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
         self.where = next(filter(None, lines), None)
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
+        run = self.run
+        self.run = (lambda *given: list(map(received, run(*given)))) if owner.divided else run
         self.device = owner.engine.device.type
         body = gm if self._numbered is None else self._numbered.body
         names = written_inputs(gm)
@@ -425,6 +426,7 @@ class PhaseRegion:
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
+        self.sent = 0  # collectives of comparisons since the last vote
         self.reason = None
         self.counts = True
         self.inference = False
@@ -464,6 +466,8 @@ class PhaseRegion:
 
     def _stays_plain(self, why: Problem) -> None:
         self.reason = why.reason
+        if self.votes is not None and self.calls:  # else it is so in all processes
+            self.votes.leave(APART)
         self.counts &= not self.inference or torch.is_grad_enabled()  # a teacher's is no forward of the step
         self.close()
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
@@ -514,10 +518,14 @@ class PhaseRegion:
             self.reason, self.counts, slot = "it is no part of training", False, None
         except PyGraphError:  # what was tried could not be put back
             raise
-        except Unrecordable as error:
+        except (Apart, Unrecordable) as error:
+            self._fails()
             self._stays_plain(Problem(first_line(error)))
             slot = None
         except Exception as error:  # a fault of ours, or an operation that no graph can hold
+            if self._fails():  # as it does in all processes
+                self._stays_plain(problem_of(error))
+                return self.run_plainly(*given)
             made = self.run_plainly(*given)  # where it raises as well, the batch is at fault
             self._stays_plain(problem_of(error))
             return made
@@ -554,6 +562,29 @@ class PhaseRegion:
         return frozenset(
             i for i in self._delivered if not (hooks_of(given[i]) or accumulation_hooks_of(given[i]))
         )
+
+    def ask(self, choice: int) -> set[int]:
+        """What all processes choose that compute with parts of the same tensors; see `Votes`. Hot path."""
+        if self.votes is None:
+            return {choice}
+        sent, self.sent = self.sent, 0
+        try:
+            found = self.votes.ask(self._graph + sent, choice)
+        except Apart as apart:
+            raise PyGraphError(_TORN) if sent else apart  # noqa: B904
+        if choices.FAILED in found:
+            raise Apart(APART)
+        return found
+
+    def agree(self, yes: bool) -> bool:
+        """Whether it is so in all processes."""
+        return self.ask(choices.YES if yes else choices.NO) == {choices.YES}
+
+    def _fails(self) -> bool:
+        """Tell other processes that this one makes no graph; whether there are any."""
+        with suppress(Apart):
+            self.ask(choices.FAILED)
+        return self.votes is not None
 
     # -- the first calls ------------------------------------------------------------------------------
 
@@ -613,7 +644,7 @@ class PhaseRegion:
             quietly(lambda: see(gradient))
 
         def see(gradient: Tensor) -> None:
-            placed = placements_of(gradient)
+            placed = getattr(gradient, "placements", None)
             known = self.placements.setdefault(position, placed)
             if known != placed or local_tensor(gradient).shape != shape:
                 self._stays_plain(Problem("processes hold other parts of gradients than of results"))
@@ -656,6 +687,8 @@ class PhaseRegion:
             self.slots.clear()  # those with pending backwards live on
             self._learn(given)
             left_untraced()  # Dynamo does not trace a forward anew for other parameters
+        if self.votes is not None and self._delivered_now(given) is None:
+            return self._unrecorded(given)
         # torch 2.11 does not guard which parameters need gradients
         wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
         if not self.inference and 1 not in wanted and not any(given[i].requires_grad for i in self._moving):
@@ -670,13 +703,36 @@ class PhaseRegion:
                 self.owner.tell(RARE)
                 return self._unrecorded(given)
             slots = self.slots[key] = []
+        known, compared = None, False
         for slot in slots:
             if slot.free:
-                return self._audited(slot, given)
-        if any(slot.misplaced for slot in slots) and self._may_move():
-            slots[:] = [slot for slot in slots if not slot.misplaced]
-        if len(slots) == _MOST_PENDING:
-            return None
+                known, audits = slot, slot.audits
+                audits.left -= 1
+                compared = audits.left < 0 and audits.due(time.perf_counter())
+                break
+        else:
+            if any(slot.misplaced for slot in slots) and self._may_move():
+                slots[:] = [slot for slot in slots if not slot.misplaced]
+            if len(slots) == _MOST_PENDING:
+                self.ask(choices.PLAIN)
+                return None
+        if self.votes is not None:
+            found = self.ask(
+                choices.RECORD if known is None else choices.REPLAY + 2 * known.number + compared
+            )
+            anew = choices.RECORD in found
+            if choices.PLAIN in found or not (anew or len({choice >> 1 for choice in found}) == 1):
+                self.owner.tell(APART)
+                return None
+            known, compared = None if anew else known, len(found) > 1 or compared
+        if known is not None:
+            if compared:
+                started = time.perf_counter()
+                with self._gradients_aside(given):
+                    self._compare(known, given, {})
+                known.audits.took(time.perf_counter() - started, first=False)
+            return known
+        slots[:] = [slot for slot in slots if not slot.free]
         slot = self._record(given)
         slots.append(slot)
         return slot
@@ -690,7 +746,10 @@ class PhaseRegion:
         """What makes a call without a graph in the memory of graphs, None where that is in use or would not do."""
         owner = self.owner
         memory = idle_memory(owner.engine)
-        if memory is None or self.inference or owner.lent or owner.divided or owner.config.backward == "off":
+        if owner.divided:
+            self.ask(choices.PLAIN)
+            return None
+        if memory is None or self.inference or owner.lent or owner.config.backward == "off":
             return None
         return UnrecordedCall(self, given, memory)
 
@@ -767,11 +826,11 @@ class PhaseRegion:
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
         owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
         # before there is a graph, whose memory would come on top
-        with NoCollectives() if owner.divided else nullcontext():
-            known = {asked: self._of_a_plain_run(given, asked) for asked in compared if verifies}
-            with torch.inference_mode(False), self._undone(given):
-                gc.collect(1)  # what the run without a graph has left
-                slot = RecordedRegion(self, given, overlaps=overlaps)
+        known = {asked: self._of_a_plain_run(given, asked) for asked in compared if verifies}
+        self.agree(True)
+        with torch.inference_mode(False), self._undone(given):
+            gc.collect(1)  # what the run without a graph has left
+            slot = RecordedRegion(self, given, overlaps=overlaps)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
@@ -837,17 +896,6 @@ class PhaseRegion:
         """The fixed inputs that the region writes."""
         return [given[i] for i in sorted(self.written & self.fixed)]
 
-    def _audited(self, slot: RecordedRegion, given: Sequence[Any]) -> RecordedRegion:
-        audits = slot.audits
-        if audits.left > 0:
-            audits.left -= 1
-        elif audits.due(time.perf_counter()):
-            started = time.perf_counter()
-            with self._gradients_aside(given):
-                self._compare(slot, given, {})
-            audits.took(time.perf_counter() - started, first=False)
-        return slot
-
     def _compare(
         self,
         slot: RecordedRegion,
@@ -863,10 +911,10 @@ class PhaseRegion:
         """
         for asked in slot.backwards or [frozenset()]:
             plain = known[asked] if asked in known else self._of_a_plain_run(given, asked)
-            if plain is None or plain.same_bits(self._of_a_replay(slot, given, asked)):
+            if self.agree(plain is None or plain.same_bits(self._of_a_replay(slot, given, asked))):
                 continue
             # what a kernel that adds in no fixed order gives now and then is no other computation
-            runs = PlainRuns(self._of_a_plain_run(given, asked, distances=True) or plain, "result")
+            runs = PlainRuns(cast(Fingerprint, self._of_a_plain_run(given, asked, distances=True)), "result")
             again = (self._difference(runs, slot, given, asked) for _ in range(_AGAIN))
             if (difference := next(filter(None, again), None)) is not None:
                 slot.close()
@@ -877,18 +925,21 @@ class PhaseRegion:
     ) -> str | None:
         """What one replay and plain runs differ by, None where it is like one of them."""
         found = self._of_a_replay(slot, given, asked, distances=True)
-        if runs.same(found):
+        if self.agree(runs.same(found)):
             return None
-        while not runs.enough(found):
+        while not self.agree(runs.enough(found)):
             runs.add(self._of_a_plain_run(given, asked, distances=True) or runs.first)
-        return runs.refuse(found)
+        why = runs.refuse(found)
+        return None if self.agree(why is None) else why or "that of another process differs"
 
     def _of_a_plain_run(
         self, given: Sequence[Any], asked: frozenset[int], *, distances: bool = False
     ) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
         with self._undone(given):
-            with (self.owner.row or free_memory(self.owner.engine)).used(self.owner.engine):
+            memory = self.owner.row or free_memory(self.owner.engine)
+            counted = nullcontext() if self.votes is None else Collectives(self)
+            with memory.used(self.owner.engine), counted:
                 made = run_plainly(self, given, asked)
             torch.clear_autocast_cache()  # an autocast around the region would keep casts of this run's weights
             return None if made is None else self._fingerprint_of(given, *made, distances)
@@ -968,6 +1019,7 @@ RARE = Problem(
     "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
     fix='They run without graphs, because it takes longer to make some. forward="on" makes them all',
 )
+_TORN = "a comparison with collectives failed in one process alone. Go on from a checkpoint, without graphs"
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 
 

@@ -33,7 +33,7 @@ from pygraph_train.torch_private.dispatch import (
     schema_of,
 )
 from pygraph_train.torch_private.memory import storage_key
-from pygraph_train.trees import leaves_of, tensors_in
+from pygraph_train.trees import leaves_of, map_leaves, tensors_in
 
 T = TypeVar("T")
 
@@ -52,8 +52,7 @@ _HOST_READS = {
 
 _aten = torch.ops.aten
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of operators that talk to other processes."""
+_FUNCTIONAL = "_c10d_functional"  # operators in which other processes take part
 
 
 class EmulatedEngine:
@@ -90,7 +89,7 @@ class EmulatedEngine:
 
         Raises:
             CaptureError: `fn` read a value on the host, set the random state, or used something that the
-                tape cannot hold (sparse tensors, other devices, collectives).
+                tape cannot hold (sparse tensors, other devices, collectives that only write in place).
             RuntimeError: another capture is under way, or the engine is closed.
         """
         if self._closed:
@@ -218,6 +217,8 @@ class _Operation:
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
         tensors = tensors_in(returned)
+        for sent in tensors if self.func.namespace == _FUNCTIONAL else ():
+            getattr(torch.ops, _FUNCTIONAL).wait_tensor(sent)
         for position, recorded in self.results:
             new = tensors[position]
             if (new.shape, new.stride(), new.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
@@ -265,7 +266,7 @@ class _Tape(TorchDispatchMode):
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
             recorded_args, recorded_kwargs = aliases(args), aliases(kwargs)
-            returned = func(*args, **kwargs)
+            returned = _sent(func, args, kwargs) if func.namespace == _FUNCTIONAL else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
             return returned
@@ -301,7 +302,7 @@ class _Tape(TorchDispatchMode):
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not hasattr(func, "overloadpacket"):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
-        if func.namespace in _COLLECTIVES:
+        if func.namespace == "c10d":
             raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
@@ -391,6 +392,14 @@ class _RefuseHostReads(TorchFunctionMode):
         if read is not None:
             raise self._tape.refuse(f"{read} reads a tensor's values on the host")
         return func(*args, **(kwargs or {}))
+
+
+def _sent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a collective gives, without its values: no other process notices a capture."""
+    if schema_of(func).is_mutable or "wait_tensor" in func.name():
+        return args[0]
+    shaped = map_leaves(lambda t: t.to("meta") if isinstance(t, torch.Tensor) else t, (args, kwargs))
+    return map_leaves(lambda t: torch.zeros_like(t, device="cpu"), func(*shaped[0], **shaped[1]))
 
 
 def _shape_depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from pygraph_train.optimizers.program import UpdateProgram, optimized
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import as_part_of, local_tensors, placements_of
+from pygraph_train.torch_private.memory import as_part_of, local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 log = logging.getLogger("pygraph_train")
@@ -305,7 +305,7 @@ class OptimizerPhase:
             self.problem = outside_of_graphs(reason)
             return None
         if any(
-            placements_of(g) != placements_of(p)
+            getattr(g, "placements", None) != getattr(p, "placements", None)
             for p, g in zip(parameters, gradients, strict=True)
             if g is not None
         ):

@@ -1,7 +1,7 @@
 """How the processes of one training share its model.
 
-No graph holds a collective: DDP exchanges gradients by hooks of autograd, as in plain training, and the buffers that
-it gives to other processes before a forward are inputs of that forward's graph.
+No graph holds a collective, but for those of DTensors: see `votes`. DDP exchanges gradients by hooks of autograd, as in
+plain training, and the buffers that it gives to other processes before a forward are inputs of that forward's graph.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import local_tensor
 from pygraph_train.torch_private.phases import around_forward
 
-DTENSORS = Problem(
-    "parameters are DTensors, as in tensor parallelism, and no graph holds what processes exchange within forward and "
-    "backward"
-)
+DTENSORS = Problem("parameters are DTensors, so calls of the model have graphs, and no whole step has one")
 
 
 class Replication:

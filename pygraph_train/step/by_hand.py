@@ -50,8 +50,6 @@ class StepsByHand:
 
     def _take(self, model: nn.Module) -> None:
         loop = self.loop
-        if not loop.active:
-            return
         for module in called_parts(model):
             loop.take_module(module)
         for optimizer in self.optimizers:

@@ -26,6 +26,7 @@ from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
+from pygraph_train.parallel.votes import Votes, ranks_of
 from pygraph_train.patches import nothing, standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
@@ -94,6 +95,7 @@ class Loop:
         self._engine: Engine | None = None
         self._chooser: Chooser | None = None
         self._lent: Lent | None = None
+        self._votes: Votes | None = None
         self._steps = self._silent = 0
         self._replayed: list[bool] = []  # for each update of the present step
         self.left: Callable[[], float] = lambda: math.inf
@@ -151,6 +153,10 @@ class Loop:
         replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
+        if replication.problem is DTENSORS and self._votes is None:
+            ranks = ranks_of(list(module.parameters()))
+            self._votes = Votes(list(ranks), joins=self.active) if len(ranks) > 1 else None
+            self._chooser = None  # by the clock of each process
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
         refused = None if replication.blocks or replication.problem is DTENSORS else replication.problem
@@ -178,7 +184,7 @@ class Loop:
                 self._taken.add(part)
                 given = part, engine, config, self.boundary, self._tell
                 call = ModuleCall(*given, **options)
-                call.regions.settle = settle
+                call.regions.settle, call.regions.votes = settle, self._votes
                 if self._chooser is not None:
                     call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
                     call.regions.pays = pays_of(self._chooser)

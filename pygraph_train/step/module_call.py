@@ -15,6 +15,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.parallel.votes import APART
 from pygraph_train.problems import Problem
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.sizes import Sizes
@@ -132,7 +133,7 @@ class ModuleCall:
             made = self._call(self._module, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
             return made
-        return self._boundary.make(self._make, self._plainly, args, kwargs)
+        return self._boundary.make(self._make, self._after_a_fault, args, kwargs)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See what differs from call to call, while they run as they are."""
@@ -182,6 +183,12 @@ class ModuleCall:
         self.regions.plain += 1
         executes(FORWARD)
         return self._call(self._module, *args, **kwargs)
+
+    def _after_a_fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `_plainly`: other processes do not wait for a vote of this one."""
+        if self.regions.votes is not None:
+            self.regions.votes.leave(APART)
+        return self._plainly(args, kwargs)
 
     def step_ended(self, graded: int) -> None:
         """A step has ended, in which some module was called so often with gradients. Hot path."""

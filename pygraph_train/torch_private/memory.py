@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -51,21 +51,18 @@ def tensor_at(address: int, like: torch.Tensor, nbytes: int) -> torch.Tensor:
     return _over(address, nbytes, place, {"dtype": like.dtype, "device": like.device})
 
 
-def placements_of(tensor: torch.Tensor) -> Any:
-    """Where the parts of a DTensor lie, None for any other tensor."""
-    return getattr(tensor, "placements", None)
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor. What a DTensor holds is waited for where other processes are still sending it (2.11 to 2.15)."""
+def received(tensor: Any) -> Any:
+    """The same tensor, once what other processes are still sending of it is there (2.11 to 2.15)."""
     part: Any = local_tensor(tensor)
+    if part is tensor and hasattr(part, "wait"):
+        return tensor.clone() if tensor.requires_grad else tensor.wait()
     if hasattr(part, "wait"):
-        cast(Any, tensor)._local_tensor = part.wait()
+        tensor._local_tensor = part.wait()
     return tensor
 
 
@@ -73,8 +70,11 @@ def as_part_of(whole: Any, part: torch.Tensor, placements: Any = None) -> torch.
     """A DTensor like this one, of which this process holds that part; the part itself where it is none."""
     if local_tensor(whole) is whole:
         return part
+    if placements in (None, whole.placements):
+        (whole := whole.detach())._local_tensor = part
+        return whole  # type: ignore[no-any-return]
     like = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return whole.from_local(part, whole.device_mesh, placements or whole.placements, **like)  # type: ignore[no-any-return]
+    return whole.from_local(part, whole.device_mesh, placements, **like)  # type: ignore[no-any-return]
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pygraph_train import backend
+from pygraph_train.core.region import PhaseRegion
+from pygraph_train.step.module_call import ModuleCall
 from tests.faults import nothing_compares_equal, nothing_is_captured, steps_fail
 
 from .compare import Run, compare
@@ -235,7 +238,41 @@ def graphs_are_off(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(os.environ, "PYGRAPH_DISABLE", "1")
 
 
+def calls_fail(patch: pytest.MonkeyPatch) -> None:
+    once_fails(patch, ModuleCall, "_make")
+
+
+def choices_fail(patch: pytest.MonkeyPatch) -> None:
+    once_fails(patch, PhaseRegion, "_slot_for")
+
+
+def once_fails(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """A fault of the library in a call of this method, when there have been replays."""
+    stock, calls = getattr(owner, name), itertools.count()
+
+    def failing(*given: Any) -> Any:
+        if next(calls) == 12:
+            raise RuntimeError("a fault of the library")
+        return stock(*given)
+
+    patch.setattr(owner, name, failing)
+
+
+def a_parameter_moves(patch: pytest.MonkeyPatch) -> None:
+    """A rank records anew what the other one would replay."""
+    stock, calls = PhaseRegion._identity, itertools.count()
+
+    def identity(self: PhaseRegion, given: Any) -> Any:
+        found = stock(self, given)
+        return (found[0], [*found[1][:-1], 0]) if next(calls) == 12 else found
+
+    patch.setattr(PhaseRegion, "_identity", identity)
+
+
 FAILS = {
+    "calls fail": calls_fail,
+    "choices fail": choices_fail,
+    "a parameter moves": a_parameter_moves,
     "no memory for captures": no_memory,
     "comparisons fail": nothing_compares_equal,
     "graphs are off": graphs_are_off,
