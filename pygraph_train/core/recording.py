@@ -71,8 +71,10 @@ class _Activations:
         """The tensor of this number."""
         held = self._held[number]
         if isinstance(held, Tensor):
-            if self.given_up and type(held) is Tensor and not (held.is_conj() or held.is_neg()):
-                self._held[number] = borrower(held)
+            part = local_tensor(held)
+            if self.given_up and type(part) is Tensor and not (part.is_conj() or part.is_neg()):
+                lent = as_part_of(held, borrower(part)())
+                self._held[number] = lambda: lent
             return held
         if self.given_up:
             raise _ReadTwiceError
