@@ -42,9 +42,8 @@ class Votes:
     """The votes of processes of these ranks, which make the same calls in the same order; this one `joins` or not."""
 
     def __init__(self, ranks: Sequence[int], *, joins: bool) -> None:
-        os.environ.setdefault(
-            "NCCL_GRAPH_REGISTER", "0"
-        )  # else a capture may wait for that of another process
+        # else a capture may wait for that of another process
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         world: Any = distributed.group.WORLD
         self.ranks, self.why, self._number = tuple(sorted(ranks)), None if joins else APART, 0
         self._store, self._others = world.get_group_store(), list[memoryview]()
