@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 
 from pygraph_train import Accelerator
 
-__all__ = ["runs_example", "sharded_on_cpus"]
+__all__ = ["runs_example", "sharded_on_cpus", "split_on_cpus"]
 
 
 def runs_example(rank: int) -> str:
@@ -54,4 +54,17 @@ def sharded_on_cpus() -> Iterator[None]:
             fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     with mock.patch.object(AcceleratorState, "__init__", init), mock.patch.dict(os.environ):
+        yield
+
+
+@contextmanager
+def split_on_cpus() -> Iterator[None]:
+    """Accelerate has tensor parallelism on devices only."""
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    with mock.patch.object(AcceleratorState, "__init__", init):
         yield

@@ -746,11 +746,17 @@ def a_lightning_trainer_by_hand(run: Run, rank: int, *, shard: bool = False) -> 
 
 
 def an_accelerator(
-    run: Run, rank: int, *, whole: bool = False, attach: bool = False, shard: bool = False
+    run: Run,
+    rank: int,
+    *,
+    whole: bool = False,
+    attach: bool = False,
+    shard: bool = False,
+    tensor: bool = False,
 ) -> None:
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
-    from tests.ranks_accelerate import sharded_on_cpus
+    from tests.ranks_accelerate import sharded_on_cpus, split_on_cpus
 
     from .frameworks import accelerator, attach_to, graphed_step, loader
 
@@ -761,13 +767,18 @@ def an_accelerator(
         with sharded_on_cpus():
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wraps)
             accelerate = accelerator(run, attach=attach, fsdp_plugin=plugin)
+    elif tensor:
+        with split_on_cpus():
+            accelerate = accelerator(run, attach=attach, parallelism_config=ParallelismConfig(tp_size=2))
+        model = halves(accelerate.torch_device_mesh["tp"])
+        model.tp_size = 2  # as transformers has it
     else:
         accelerate = accelerator(run, attach=attach)
     model, optimizer = accelerate.prepare(model, adamw(model))
     if attach:
         attach_to(run, accelerate)
     run.watch(model, optimizer)
-    torch.manual_seed(rank)
+    torch.manual_seed(0 if tensor else rank)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -778,7 +789,7 @@ def an_accelerator(
         return loss
 
     made = graphed_step(run, accelerate, step) if whole else run.noted(step)
-    for batch in loader(batches(32, seed=rank)):
+    for batch in loader(batches(32, seed=0 if tensor else rank)):
         made(*batch)
 
 

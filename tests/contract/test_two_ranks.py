@@ -290,6 +290,13 @@ def test_a_stock_loop_of_accelerate(ranks: Ranks, attach: bool) -> None:
     trained(ranks, "an_accelerator", options={"attach": attach}, replays=12)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.slow_after(1)
+def test_tensor_parallelism_with_accelerate(ranks: Ranks, whole: bool) -> None:
+    pytest.importorskip("accelerate")
+    trained(ranks, "an_accelerator", options={"tensor": True, "whole": whole}, replays=12, updates=12)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("how", ["stock", "whole", "method"])
 @pytest.mark.quick
