@@ -19,6 +19,7 @@ try:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 except ImportError as error:
@@ -357,10 +358,10 @@ def _check(fabric: Fabric, what: str, given: Any, kind: Any) -> None:
 def _unsupported(fabric: Fabric) -> Problem | None:
     """Why nothing of this Fabric's training can be graphed."""
     strategy = type(fabric.strategy)
-    known = strategy in (SingleDeviceStrategy, DDPStrategy)
+    known = strategy in (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
     problem = why_not_spread(None if known else strategy.__name__)
     if problem is not None:
-        return Problem(problem.reason, fix='Graphs need one device, or strategy="ddp"')
+        return Problem(problem.reason, fix='Graphs need one device, strategy="ddp" or ModelParallelStrategy')
     if type(fabric.strategy.precision) not in _KNOWN_PRECISION:
         return Problem(
             f"the precision plugin {type(fabric.strategy.precision).__name__} is not one of Fabric's own, so "

@@ -833,6 +833,32 @@ def a_fabric(run: Run, rank: int, *, how: str, accumulate: int = 1, fails: str =
             run.snapshot(f"after {number}")
 
 
+def a_fabric_with_parts_of_a_model(run: Run, rank: int, *, shard: bool = False) -> None:
+    """Tensor parallelism, or FSDP2, by Fabric's strategy for both."""
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    from .frameworks import fabric
+
+    def divide(module: Any, mesh: Any) -> Any:
+        for part in (*module[2:4], module) if shard else ():
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return module if shard else halves(mesh["tensor_parallel"])
+
+    sizes = {"data_parallel_size": 2 if shard else 1, "tensor_parallel_size": 1 if shard else 2}
+    made = fabric(run, strategy=ModelParallelStrategy(divide, **sizes), devices=2)
+    model = made.setup_module(transformer() if shard else nn.Identity())
+    optimizer = made.setup_optimizers(adamw(model))
+    run.watch(model, optimizer)
+    seed = rank if shard else 0
+    torch.manual_seed(seed)
+    for x, y in batches(40, seed=seed):
+        optimizer.zero_grad()
+        made.backward(loss := cross_entropy(model(x), y))
+        optimizer.step()
+        run.note("loss", loss)
+        run.snapshot()
+
+
 def a_fabric_whose_gradients_are_read_late(run: Run, rank: int) -> None:
     """Gradients are read behind the next forward, emptied behind it, and asked for without `backward`."""
     from lightning.fabric.strategies import DDPStrategy

@@ -306,6 +306,13 @@ def test_a_fabric(ranks: Ranks, how: str, accumulate: int) -> None:
     trained(ranks, "a_fabric", options={"how": how, "accumulate": accumulate}, replays=12, updates=updates)
 
 
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.slow_after(1)
+def test_a_fabric_with_parts_of_a_model(ranks: Ranks, shard: bool) -> None:
+    pytest.importorskip("lightning.fabric")
+    trained(ranks, "a_fabric_with_parts_of_a_model", options={"shard": shard}, replays=12, updates=12)
+
+
 @pytest.mark.parametrize("fails", ["graphs are off", "comparisons fail"])
 @pytest.mark.parametrize("how", ["stock", "whole"])
 @pytest.mark.quick
