@@ -137,6 +137,14 @@ def test_fsdp2_in_two_processes():
 
 
 @pytest.mark.slow
+def test_tensor_parallelism_in_two_processes():
+    output = in_two_processes("tensor_parallel.py", "--engine", "emulated", "--small", "--steps", "60")
+    assert replayed(output) >= 50
+    (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
+    assert float(loss) < 3  # log(number of tokens) = 4.2 at the start
+
+
+@pytest.mark.slow
 def test_fsdp2_with_accelerate():
     pytest.importorskip("accelerate")
     with pair_of_ranks() as ranks:

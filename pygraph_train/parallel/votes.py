@@ -19,8 +19,8 @@ from torch import Tensor, distributed
 from pygraph_train.problems import Problem
 
 JOIN_SECONDS, VOTE_SECONDS = 60.0, 300.0
-"""How long a process waits until another one can vote, and for its votes: half as long as NCCL, which then ends training.
-A process does not vote where Dynamo gave it no graph, while it gave others one.
+"""How long a process waits until another one can vote, and for its votes: half as long as NCCL, which then
+ends training. A process does not vote where Dynamo gave it no graph, while it gave others one.
 """
 
 _SPINS = 2_000  # reads of a word, about a millisecond, before sleeps, which take 100 microseconds
