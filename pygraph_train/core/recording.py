@@ -73,8 +73,9 @@ class _Activations:
         if isinstance(held, Tensor):
             part = local_tensor(held)
             if self.given_up and type(part) is Tensor and not (part.is_conj() or part.is_neg()):
-                lent = as_part_of(held, borrower(part)())
-                self._held[number] = lambda: lent
+                lend = borrower(part)
+                lent = None if part is held else as_part_of(held, lend())
+                self._held[number] = lend if lent is None else lambda: lent
             return held
         if self.given_up:
             raise _ReadTwiceError
