@@ -181,6 +181,7 @@ class PhaseRegions:
         self.closed = self.divided = self.refused = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        self.let_go()  # autograd keeps the shape of a parameter while somebody leads to it
         end, talks = end_of(gm), communication(gm)
         if parts_in(gm):
             self.refused |= self.delivers or self.compiles

@@ -191,6 +191,27 @@ def test_a_weight_is_transposed_in_place(run: Run) -> None:
         step(batch)
 
 
+@same_as_plain(replays=8, updates=6)
+def test_rows_of_a_table_behind_a_graph_break_are_cut_off(run: Run) -> None:
+    """Nothing of ours may keep what autograd knows of the parameter: it had another shape."""
+    first, words = nn.Linear(6, 8), nn.Embedding(20, 3)
+    model = nn.ModuleList([first, words, nn.Linear(8, 3)])
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(first(x))
+        if h.abs().max().item() > 100:
+            h = h / 10
+        return cross_entropy(model[2](h) + words(y) * words.weight.mean(), y)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = run.step(step_fn, model=model, optimizer=optimizer)
+    for number, batch in enumerate(batches(32)):
+        if number == 14:
+            words.weight.data = words.weight.data[:10]
+            words.weight.grad = None
+        step(*batch)
+
+
 @same_as_plain(replays=15)
 def test_two_optimizers_for_two_parts(run: Run) -> None:
     model = Net()
