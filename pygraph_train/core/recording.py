@@ -402,8 +402,9 @@ class RecordedRegion(RegionCall):
             self._targets = self._filled()
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
-        placed, among = self.region.placements, [i for i in self.differ if i in asked]
-        seeds = {i: _sample_seed(self._outputs[i].detach(), placed[i]) for i in among}
+        seeds = {
+            i: _sample_seed(self.region, i, self._outputs[i].detach()) for i in self.differ if i in asked
+        }
         graph, gradients = self._engine.capture(functools.partial(self._run_backward, seeds))
         self._graphs.append(graph)
         unreached = [g is None and key is None for g, key in zip(gradients, self._keys, strict=True)]
@@ -597,7 +598,7 @@ class RecordedRegion(RegionCall):
         gradients: list[Tensor | None] = []
         if asked:
             with self.region.as_in_backwards():
-                seeds = {i: _sample_seed(outputs[i], self.region.placements.get(i)) for i in sorted(asked)}
+                seeds = {i: _sample_seed(self.region, i, outputs[i]) for i in sorted(asked)}
                 backward = self.backward_of(seeds)
                 fresh = backward.placed if self.adds and backward is not None else ()
                 gradients = self.replay_backward(backward, seeds, fresh)
@@ -646,7 +647,7 @@ def run_plainly(
     if asked:
         if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
             return None
-        seeds = [_sample_seed(outputs[i].detach(), region.placements.get(i)) for i in sorted(asked)]
+        seeds = [_sample_seed(region, i, outputs[i].detach()) for i in sorted(asked)]
         keys = _keys_of(region, given, leads)
         places = [region.owner.gradients.get(key or 0) for key in keys if region.adds]
         if lie := [place for place in places if place is not None]:
@@ -693,8 +694,17 @@ def _clone(tensor: Tensor) -> Tensor:
     return copy if part is tensor else as_part_of(tensor, copy)
 
 
-def _sample_seed(output: Tensor, placements: Any) -> Tensor:
-    """The gradient of an output for a comparison: small numbers that differ."""
+def _sample_seed(region: PhaseRegion, position: int, output: Tensor) -> Tensor:
+    """The gradient of an output for a comparison: small numbers that differ, in memory as plain training has it."""
     part = local_tensor(output)
-    numbers = torch.arange(part.numel(), device=part.device) % 5 + 1
-    return as_part_of(output, numbers.to(part.dtype).view(part.shape), placements)
+    order = region.orders.get(position, range(part.dim())) if part is output else range(part.dim())
+    numbers = (torch.arange(part.numel(), device=part.device) % 5 + 1).to(part.dtype)
+    lies = numbers.view([part.shape[d] for d in order]).permute([order.index(d) for d in range(part.dim())])
+    return as_part_of(output, lies, region.placements.get(position))
+
+
+def order_of(tensor: Tensor) -> Sequence[int]:
+    """Its dimensions, from the one with the largest steps in memory to that with the smallest."""
+    dimensions, steps = range(tensor.dim()), tensor.stride()
+    plain = tensor.is_contiguous() or 0 in steps
+    return dimensions if plain else sorted(dimensions, key=lambda d: -steps[d])

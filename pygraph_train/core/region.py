@@ -45,6 +45,7 @@ from pygraph_train.core.recording import (
     UnrecordedCall,
     autocast_now,
     memory_of,
+    order_of,
     run_plainly,
 )
 from pygraph_train.graphs.compact import move_together
@@ -370,6 +371,7 @@ class PhaseRegion:
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
         placements: by the position of an output, those of its gradient, where that is a DTensor.
+        orders: by the position of an output, how its gradient lies in memory, see `order_of`.
         keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
@@ -423,6 +425,7 @@ class PhaseRegion:
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
         self.placements: dict[int, Any] = {}
+        self.orders: dict[int, Sequence[int]] = {}
         self.keeps = self.accumulates = False
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
@@ -649,6 +652,7 @@ class PhaseRegion:
             known = self.placements.setdefault(position, placed)
             if known != placed or local_tensor(gradient).shape != shape:
                 self._stays_plain(Problem("processes hold other parts of gradients than of results"))
+            self.orders[position] = order_of(local_tensor(gradient))
             if self._asking and autocast_now(self.device) != self.autocast:
                 self._stays_plain(Problem("its backwards are called under several autocasts"))
             self.autocast = autocast_now(self.device)

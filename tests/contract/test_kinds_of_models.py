@@ -107,6 +107,21 @@ def test_a_checkpoint_behind_what_no_graph_can_hold_draws_the_same_numbers_again
 
 
 @same_as_plain(replays=12)
+def test_a_gradient_that_lies_transposed_crosses_a_graph_break(run: Run) -> None:
+    """A sum over it goes through memory as in plain training, and has the same last bits."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        loss = cross_entropy(out, y)
+        if loss.item() > 1e6:
+            loss = loss * 0.1
+        return loss + 0.01 * torch.einsum("ij,kj->ik", out, out).mean()
+
+    trains(run, model, step_fn)
+
+
+@same_as_plain(replays=12)
 def test_adapters_behind_checkpoints(run: Run) -> None:
     """A hook has the frozen embedding's result require gradients, as transformers and PEFT do for checkpoints."""
     inner = nn.Sequential(Lora(nn.Linear(8, 8)), nn.Dropout(0.2))
