@@ -9,7 +9,7 @@ from typing import Any
 from pygraph_train.boundary import STEP, executes, quietly, surely
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.not_copied import NotCopied
+from pygraph_train.step.loss_program import NotCopied
 from pygraph_train.trees import detached_results
 
 

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_of
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
-from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
@@ -54,6 +53,23 @@ BACKWARD_MADE = Problem(
 
 _all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
 """Those that exist: several may share an optimizer."""
+
+
+class NotCopied:
+    """Base of graphed steps. `copy.copy`, `copy.deepcopy` and `pickle` raise a TypeError that says what to do.
+
+    This is so before the first step as well: `copy.deepcopy` leaves functions as they are, and the copied optimizer
+    would wait for gradients that the function computes for the first model.
+    """
+
+    _made_by: ClassVar[str]  # what makes such steps
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a graphed step cannot be copied or pickled: its graphs are for the tensors of one model and "
+            "one optimizer. Copy the model and the optimizer together, copy.deepcopy((model, optimizer)), or save "
+            f"their state_dict(), and make a new graphed step for the copies with {self._made_by}"
+        )
 
 
 class LossSteps(NotCopied):
