@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, distributed
 
+from pygraph_train.boundary import quietly
 from pygraph_train.problems import Problem
 
 JOIN_SECONDS, VOTE_SECONDS = 60.0, 300.0
@@ -29,6 +31,8 @@ PLAIN, RECORD, YES, NO, FAILED, _, REPLAY = range(7)
 """Choices. A replay is `REPLAY` and twice the number of its recording, and one more where it is to be compared."""
 
 _CHOICE, _STATE = 12, 24  # bits of a vote, which is a word of shared memory; its number is above them
+
+_holding: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _instances: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
 
@@ -103,6 +107,20 @@ class Votes:
                 return 0
             time.sleep(1e-5)
         return word
+
+
+def released_first(loop: Any) -> None:
+    """Have `destroy_process_group` release the graphs of a loop: NCCL waits for those that hold its collectives."""
+    _holding.add(loop)
+    stock = distributed.destroy_process_group
+
+    @functools.wraps(stock)
+    def destroy(*given: Any, **named: Any) -> None:
+        quietly(*[held.release for held in list(_holding)])
+        stock(*given, **named)
+
+    if not hasattr(stock, "__wrapped__"):
+        distributed.destroy_process_group = destroy
 
 
 def _shared(path: str) -> memoryview:

@@ -29,9 +29,6 @@ plain step, as Dynamo interprets the Python that the step runs (2.4 to 6.7 secon
 H200, where steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
 """
 
-_TRACES = 2
-"""So often a model is traced that a step calls more than once, where it calls several: the networks of a GAN are."""
-
 _LONG, _SHARE = 6.0, 0.05
 """No further function is traced once traces have taken as long as graphs are expected to cost, or so many seconds where
 that is less, and this share of what graphs save. Functions around graph breaks are traced one by one, and some of them
@@ -168,8 +165,8 @@ class Chooser:
                 saves = min(saves, _SAVED * self._work - replaying)
                 self._worked = min(self._worked, self._work)
             self._saves = min(self._saves, saves)
-            if self._called > 1:
-                self._expects = max(self._expects, min(self._calls, _TRACES * self._called))
+            if self._called > 1:  # a GAN calls its networks often, and each is traced about twice
+                self._expects = max(self._expects, min(self._calls, 2 * self._called))
             self._work, self._calls, self._updates, self._called = 0.0, 0, 0, 0
             self.plain = self._steps < _PLAIN
             self._traces = traces

@@ -26,7 +26,7 @@ from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
-from pygraph_train.parallel.votes import Votes, ranks_of
+from pygraph_train.parallel.votes import Votes, ranks_of, released_first
 from pygraph_train.patches import nothing, standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
@@ -155,7 +155,9 @@ class Loop:
             module = module.module
         if replication.problem is DTENSORS and self._votes is None:
             ranks = ranks_of(list(module.parameters()))
-            self._votes = Votes(list(ranks), joins=self.active) if len(ranks) > 1 else None
+            if len(ranks) > 1:
+                self._votes = Votes(list(ranks), joins=self.active)
+                released_first(self)
             self._chooser = None  # by the clock of each process
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return

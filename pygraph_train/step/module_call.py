@@ -42,9 +42,6 @@ HOPELESS = 3
 graphs that Dynamo makes are slower.
 """
 
-_GROWS = 4
-"""So many numbers of hooks in the first calls, each larger than the one before, leave no hope for later ones."""
-
 COMPILED_PART = Problem(
     "a part of the model is compiled by torch.compile, and graphs would hold other kernels than it has",
     fix="Pass the model without torch.compile, and compile=True to pygraph-train: graphs hold Inductor's kernels then",
@@ -128,22 +125,18 @@ class ModuleCall:
             return self._call(self._module, *args, **kwargs)
         if self.held:
             self.held -= 1
-            quietly(lambda: self._look(args, kwargs))
+            quietly(lambda: self._sizes.look(args, kwargs), self._count_hooks)
             began = time.perf_counter()
             made = self._call(self._module, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
             return made
         return self._boundary.make(self._make, self._after_a_fault, args, kwargs)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See what differs from call to call, while they run as they are."""
-        self._sizes.look(args, kwargs)
-        self._hooks.append(_hooks_in(self._module))
-
-    def _grows(self) -> bool:
-        """Whether calls have found more and more hooks. Dynamo looks at how many there are."""
-        hooks, self._hooks = self._hooks, []
-        return len(set(hooks)) >= _GROWS and hooks == sorted(hooks)
+    def _count_hooks(self) -> None:
+        """Of the module and its parts."""
+        members = (member for part in self._module.modules() for member in vars(part).items())
+        held = (held for name, held in members if name.endswith("_hooks") and isinstance(held, dict))
+        self._hooks.append(sum(map(len, held)))
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call, in which caches of the user's code fill, and parts that the user compiled are traced."""
@@ -158,7 +151,8 @@ class ModuleCall:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._called:
             return self._first(args, kwargs)
-        if self._hooks and self._grows():
+        hooks, self._hooks = self._hooks, []
+        if len(set(hooks)) > 3 and hooks == sorted(hooks):  # Dynamo looks at how many there are
             why = f"each step finds more hooks in {self.name} than the one before: Dynamo would trace it anew"
             self._tell(Problem(why, fix="Register hooks once, or remove them after the step"))
             self.remove()
@@ -209,12 +203,6 @@ class ModuleCall:
         quietly(self.regions.close)
         if call_of(self._module, within=self.within) is self:
             set_call_of(self._module, None, within=self.within)
-
-
-def _hooks_in(module: nn.Module) -> int:
-    """How many hooks a module and its parts have."""
-    members = (member for part in module.modules() for member in vars(part).items())
-    return sum(len(held) for name, held in members if name.endswith("_hooks") and isinstance(held, dict))
 
 
 def tensors_of(module: nn.Module | None) -> list[Tensor]:

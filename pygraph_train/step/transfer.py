@@ -13,9 +13,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """Moves batches to the device on a stream of its own, while the device is busy with earlier steps.
-
-    In the stream of the kernels a copy would wait for all of them.
+    """A stream for copies. In the stream of the kernels a copy would wait for all of them.
 
     Args:
         device: a CUDA device.

@@ -68,6 +68,22 @@ def one_never_votes(rank: int, joins: str) -> list[Any]:
         return [*found, asked(both, GRAPH, RECORD)]
 
 
+def test_graphs_go_before_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs that hold its collectives, for ever."""
+    order: list[str] = []
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda *given: order.append("group"))
+
+    class Holding:
+        def release(self) -> None:
+            order.append("graphs")
+
+    one, other = Holding(), Holding()
+    for loop in (one, other):
+        votes.released_first(loop)
+    distributed.destroy_process_group()
+    assert order == ["graphs", "graphs", "group"]
+
+
 def test_a_vote_takes_microseconds(ranks: Ranks) -> None:
     medians = ranks.run("tests.unit.test_votes:rounds", count=2000)
     print("microseconds of a vote:", medians)
