@@ -701,10 +701,3 @@ def _sample_seed(region: PhaseRegion, position: int, output: Tensor) -> Tensor:
     numbers = (torch.arange(part.numel(), device=part.device) % 5 + 1).to(part.dtype)
     lies = numbers.view([part.shape[d] for d in order]).permute([order.index(d) for d in range(part.dim())])
     return as_part_of(output, lies, region.placements.get(position))
-
-
-def order_of(tensor: Tensor) -> Sequence[int]:
-    """Its dimensions, from the one with the largest steps in memory to that with the smallest."""
-    dimensions, steps = range(tensor.dim()), tensor.stride()
-    plain = tensor.is_contiguous() or 0 in steps
-    return dimensions if plain else sorted(dimensions, key=lambda d: -steps[d])

@@ -45,7 +45,6 @@ from pygraph_train.core.recording import (
     UnrecordedCall,
     autocast_now,
     memory_of,
-    order_of,
     run_plainly,
 )
 from pygraph_train.graphs.compact import move_together
@@ -371,7 +370,7 @@ class PhaseRegion:
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
         placements: by the position of an output, those of its gradient, where that is a DTensor.
-        orders: by the position of an output, how its gradient lies in memory, see `order_of`.
+        orders: by the position of an output, how its gradient lies in memory, see `Tensor.dim_order`.
         keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
@@ -652,7 +651,6 @@ class PhaseRegion:
             known = self.placements.setdefault(position, placed)
             if known != placed or local_tensor(gradient).shape != shape:
                 self._stays_plain(Problem("processes hold other parts of gradients than of results"))
-            self.orders[position] = order_of(local_tensor(gradient))
             if self._asking and autocast_now(self.device) != self.autocast:
                 self._stays_plain(Problem("its backwards are called under several autocasts"))
             self.autocast = autocast_now(self.device)
@@ -665,6 +663,7 @@ class PhaseRegion:
                 self._stays_plain(Problem(_INNER_GRADIENT))
             if torch.is_grad_enabled():
                 self.differentiated_twice()
+            self.orders[position] = local_tensor(gradient).dim_order()
 
         return asked
 
