@@ -391,7 +391,7 @@ class Loop:
             self._remove_modules()
         elif before and not chooser.plain:
             for call in self._calls:
-                call.held, call.paused = 0, False
+                call.begin()
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""

@@ -151,12 +151,6 @@ class ModuleCall:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._called:
             return self._first(args, kwargs)
-        hooks, self._hooks = self._hooks, []
-        if len(set(hooks)) > 3 and hooks == sorted(hooks):  # Dynamo looks at how many there are
-            why = f"each step finds more hooks in {self.name} than the one before: Dynamo would trace it anew"
-            self._tell(Problem(why, fix="Register hooks once, or remove them after the step"))
-            self.remove()
-            return done(self._plainly(args, kwargs))
         if self.regions.refused or not self._may_replay():
             return done(self._plainly(args, kwargs))
         self.calls += 1
@@ -188,6 +182,15 @@ class ModuleCall:
         """A step has ended, in which some module was called so often with gradients. Hot path."""
         self.steady = self.steady + 1 if 0 < self.without <= _OFTEN * graded else 0
         self.graded = self.without = 0
+
+    def begin(self) -> None:
+        """The calls that ran as they are were enough: later ones may have graphs, unless Dynamo would trace each."""
+        self.held, self.paused = 0, False
+        hooks, self._hooks = self._hooks, []
+        if len(set(hooks)) > 3 and hooks == sorted(hooks):  # Dynamo looks at how many there are
+            why = f"each step finds more hooks in {self.name} than the one before: Dynamo would trace it anew"
+            self._tell(Problem(why, fix="Register hooks once, or remove them after the step"))
+            self.remove()
 
     def settle(self, patience: float) -> None:
         """See `CompiledFunction.patience`. Hot path."""
