@@ -401,8 +401,9 @@ class PhaseRegion:
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
-        run = self.run
-        self.run = (lambda *given: list(map(received, run(*given)))) if owner.divided else run
+        if owner.divided:
+            run = self.run
+            self.run = lambda *given: list(map(received, run(*given)))
         self.device = owner.engine.device.type
         body = gm if self._numbered is None else self._numbered.body
         names = written_inputs(gm)
@@ -721,25 +722,27 @@ class PhaseRegion:
                 self.ask(choices.PLAIN)
                 return None
         if self.votes is not None:
-            found = self.ask(
-                choices.RECORD if known is None else choices.REPLAY + 2 * known.number + compared
-            )
-            anew = choices.RECORD in found
-            if choices.PLAIN in found or not (anew or len({choice >> 1 for choice in found}) == 1):
+            choice = self._voted(known, compared)
+            if choice == choices.PLAIN:
                 self.owner.tell(APART)
                 return None
-            known, compared = None if anew else known, len(found) > 1 or compared
+            known, compared = None if choice == choices.RECORD else known, choice > choices.REPLAY
         if known is not None:
             if compared:
-                started = time.perf_counter()
-                with self._gradients_aside(given):
-                    self._compare(known, given, {})
-                known.audits.took(time.perf_counter() - started, first=False)
+                self._audit(known, given)
             return known
         slots[:] = [slot for slot in slots if not slot.free]
         slot = self._record(given)
         slots.append(slot)
         return slot
+
+    def _voted(self, known: RecordedRegion | None, compared: bool) -> int:
+        """What all processes do: run plainly, record, or replay, and one more where they compare the replay."""
+        found = self.ask(choices.RECORD if known is None else choices.REPLAY + 2 * known.number + compared)
+        if (least := min(found)) <= choices.RECORD:  # one that runs plainly, or records, has its way
+            return least
+        differ = len({choice >> 1 for choice in found}) > 1
+        return choices.PLAIN if differ else choices.REPLAY + (len(found) > 1 or compared)
 
     def _may_move(self) -> bool:
         """Count a recording that takes the place of another one: whether replays so far have paid for it."""
@@ -749,10 +752,10 @@ class PhaseRegion:
     def _unrecorded(self, given: Sequence[Any]) -> UnrecordedCall | None:
         """What makes a call without a graph in the memory of graphs, None where that is in use or would not do."""
         owner = self.owner
-        memory = idle_memory(owner.engine)
         if owner.divided:
             self.ask(choices.PLAIN)
             return None
+        memory = idle_memory(owner.engine)
         if memory is None or self.inference or owner.lent or owner.config.backward == "off":
             return None
         return UnrecordedCall(self, given, memory)
@@ -899,6 +902,12 @@ class PhaseRegion:
     def _changed(self, given: Sequence[Any]) -> list[Tensor]:
         """The fixed inputs that the region writes."""
         return [given[i] for i in sorted(self.written & self.fixed)]
+
+    def _audit(self, slot: RecordedRegion, given: Sequence[Any]) -> None:
+        started = time.perf_counter()
+        with self._gradients_aside(given):
+            self._compare(slot, given, {})
+        slot.audits.took(time.perf_counter() - started, first=False)
 
     def _compare(
         self,
