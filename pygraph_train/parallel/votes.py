@@ -28,13 +28,12 @@ ends training. A process does not vote where Dynamo gave it no graph, while it g
 _SPINS = 2_000  # reads of a word, about a millisecond, before sleeps, which take 100 microseconds
 
 PLAIN, RECORD, YES, NO, FAILED, _, REPLAY = range(7)
-"""Choices. A replay is `REPLAY` and twice the number of its recording, and one more where it is to be compared."""
+"""Choices. A replay is `REPLAY` (even) and twice the number of its recording, and one more where it is compared."""
 
 _CHOICE, _STATE = 12, 24  # bits of a vote, which is a word of shared memory; its number is above them
 
-_holding: weakref.WeakSet[Any] = weakref.WeakSet()
-
-_instances: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+_holding: weakref.WeakSet[Any] = weakref.WeakSet()  # loops whose graphs hold collectives
+_instances: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)  # by ranks
 
 APART = Problem("another process runs it without a graph, or is on another host")
 _SILENT = Problem("another process has not said in time whether it replays it")
