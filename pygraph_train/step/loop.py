@@ -390,8 +390,7 @@ class Loop:
             quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
             self._remove_modules()
         elif before and not chooser.plain:
-            for call in self._calls:
-                call.begin()
+            quietly(*[call.begin for call in self._calls])
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""
