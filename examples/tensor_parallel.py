@@ -87,7 +87,7 @@ def main() -> None:
     if rank == 0:
         print(f"last loss: {loss.item():.3f}")
         print(step.report())
-    step.close()  # before the process group is gone
+    step.close()
     distributed.destroy_process_group()
 
 
