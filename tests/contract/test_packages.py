@@ -197,7 +197,7 @@ def test_sentence_transformers(run: Run) -> None:
 
 
 @pytest.mark.parametrize("alike", [False, True])
-@same_as_plain(replays=8)
+@same_as_plain(replays=8, last_bits=DEVICE == "cuda")  # there messages are added up in any order
 def test_batches_of_graphs(run: Run, *, alike: bool) -> None:
     """PyTorch Geometric in Lightning: `Data` objects of so many nodes, alike in each graph or not."""
     geometric = pytest.importorskip("torch_geometric")
