@@ -6,7 +6,9 @@ import ast
 import contextlib
 import functools
 import linecache
+import operator
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +38,8 @@ _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tenso
 
 _WAIT = {"bincount", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere"}
 """What makes the host wait for the size of a result."""
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 _COMMUNICATES = re.compile(r"torch\.(distributed|_ops\._?c10d)|_?c10d")
 
@@ -137,6 +141,30 @@ class _Draws(TorchDispatchMode):
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32  # the kernel rounds 1 - p
         scale = float(1 / torch.tensor(1 - p, dtype=dtype, device="cpu"))
         return torch.ops.aten.native_dropout_backward(x, mask, scale), mask
+
+
+def _rnn_by_layers(
+    kind: str, x: Tensor, states: Any, weights: Any, biased: bool, count: int, *options: Any
+) -> Any:
+    """A recurrent network layer by layer, with torch's own dropout between layers, as on a CPU.
+
+    cuDNN's dropout has a random state of its own, which lies elsewhere after somebody has set a seed: graphs would
+    read freed memory. Nor can it be set back, so that two runs could be compared.
+
+    Args:
+        kind: the name of torch's function. The others are its arguments.
+    """
+    p, train, both, batch_first = options
+    made, each, wide = [], len(weights) // count, 1 + both
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights")  # those of a layer are copied to one place
+        for i in range(count):
+            first = map_leaves(operator.itemgetter(slice(i * wide, (i + 1) * wide)), states)
+            mine = weights[i * each : (i + 1) * each]
+            x, *last = getattr(torch, kind)(x, first, mine, biased, 1, 0.0, train, both, batch_first)
+            x = nn.functional.dropout(x, p, train) if i < count - 1 else x
+            made.append(last)
+    return x, *map(torch.cat, zip(*made, strict=True))
 
 
 _copied = functools.partial(map_leaves, lambda value: value.clone() if isinstance(value, Tensor) else value)
@@ -496,7 +524,12 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
         target = node.target
         if (name := _name(node)) in _OBSTACLES:
             why = why or f"it gives a tensor other memory ({name})"
-        if not eager or node.op != "call_function" or not isinstance(target, HigherOrderOperator):
+        if not eager or node.op != "call_function":
+            continue
+        if name in _RECURRENT and len(node.args) == 9 and all(node.args[5:7]):  # it draws masks
+            node.target, node.args = _rnn_by_layers, (name, *node.args)
+            changed.add(part)
+        if not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
             draws = _draws(part.get_submodule(node.args[0].target))

@@ -256,6 +256,38 @@ def test_recurrent_layers(run: Run, kind: Any, options: dict[str, Any]) -> None:
     trains(run, Recurrent(kind, **options))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}])
+@pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws other masks, see the next test")
+@pytest.mark.quick
+@same_as_plain(replays=10)
+def test_recurrent_layers_with_dropout(run: Run, kind: Any, options: dict[str, Any]) -> None:
+    trains(run, Recurrent(kind, num_layers=3, dropout=0.4, **options))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.quick
+def test_seeds_tell_what_replays_of_recurrent_layers_draw(kind: Any) -> None:
+    """Also after steps without graphs, in which cuDNN gives its random state other memory."""
+    model = Recurrent(kind, num_layers=2, dropout=0.5).to(DEVICE)
+    x, y = torch.randn(4, 80, device=DEVICE), torch.zeros(4, dtype=torch.long, device=DEVICE)
+    step = GraphedStep(
+        lambda x, y: cross_entropy(model(x), y),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.0),
+        engine=ENGINE,
+        **dict.fromkeys(("forward", "backward"), "on"),
+    )
+    losses = []
+    for i in range(40):
+        torch.manual_seed(i % 4)
+        losses.append(float(step(x, y)))
+        if i % 5 == 4:
+            cross_entropy(model(x[:3]), y[:3]).backward()
+    assert step.report().steps_replayed >= 30
+    assert len(set(losses[-4:])) == 4 and losses[-4:] * 5 == losses[-20:]
+
+
 def test_a_trace_makes_one_step_of_time_of_a_recurrent_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     cells: list[Any] = []
     model = Recurrent(nn.GRU).to(DEVICE)
