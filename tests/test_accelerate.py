@@ -50,7 +50,7 @@ from training import Net  # noqa: E402
 from pygraph_train import Accelerator, PyGraph, PyGraphConfig, PyGraphError, StepReport  # noqa: E402
 from pygraph_train.graphs import make_engine  # noqa: E402
 from pygraph_train.integrations.accelerate.plugin import route_step  # noqa: E402
-from pygraph_train.optimizers.graph import OptimizerGraph  # noqa: E402
+from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop  # noqa: E402
 from pygraph_train.torch_private.stock_dynamo import call_of  # noqa: E402
 
 
@@ -864,11 +864,12 @@ def test_gradients_that_were_unscaled_for_clipping_have_a_row() -> None:
     optimizer = torch.optim.AdamW([p], fused=True)
     scaler, report = torch.amp.GradScaler("cpu"), StepReport()
     engine = make_engine("emulated", torch.device("cpu"))
-    graph = OptimizerGraph(optimizer, engine, PyGraphConfig(engine="emulated"), report, scaler)
-    for _ in range(6):
+    program, config = SteppedByLoop(optimizer, engine.device, scaler), PyGraphConfig(engine="emulated")
+    graph = OptimizerGraph(program, engine, config, report, report.failed)
+    for step in range(6):
         scaler.scale(p.sum()).backward()
         scaler.unscale_(optimizer)
-        graph.run(lambda: scaler.step(optimizer))
+        graph.run(lambda: scaler.step(optimizer), step=step)
         scaler.update()
     assert ["unscaled before its step" in f.reason for f in report.fallbacks] == [True], str(report)
     graph.close()

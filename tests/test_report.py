@@ -30,8 +30,7 @@ EVENTS = (
     "began",
     "step_began",
     "step_ended",
-    "replayed",
-    "update_replayed",
+    "update_ended",
     "timed",
     "compared",
     "runs_with",
@@ -221,8 +220,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> StepReport:
     for _ in range(400):
         report.step_began()
         report.step_ended(SEPARATE, updated=True)
-    for seconds in (0.004, 0.006, 0.009):
-        report.replayed(3, since_start=1.0, interval=seconds)
+    report.replay_intervals.clear()
+    report.replay_intervals.extend((0.004, 0.006, 0.009))
     return report
 
 

@@ -307,7 +307,7 @@ def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     report.compared(1.0, audit=True)
     report.captured(CaptureRecord("{O}", 0.1, 5, False, 3))
     report.timed(0.1, 0.5, 0.4)
-    report.replayed(4, since_start=1.0, interval=0.1)
+    report.replay_intervals.append(0.1)
     names = {name for name, _ in report.rows(verbose=True)} | {"graphed step name"}
     assert {"captured {O}", "peak memory", "speed-up", "verified", "without a graph", "note"} <= names
     assert not [name for name in sorted(names) if not documented(name)]

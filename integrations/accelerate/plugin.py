@@ -176,10 +176,15 @@ class PyGraph:
             assert self._accelerator is not None
             accelerator = self._accelerator
             self._loop = surely(
-                lambda: Loop(self.config, accelerator.device, _unsupported(accelerator)), SETTING_UP
+                lambda: Loop(
+                    self.config,
+                    accelerator.device,
+                    _unsupported(accelerator),
+                    even=lambda: rows_stay(accelerator.gradient_state.active_dataloader),
+                ),
+                SETTING_UP,
             )
             self._report = self._loop.report
-            self._loop.even = lambda: rows_stay(accelerator.gradient_state.active_dataloader)
         return self._loop
 
     def _take_model(self, model: nn.Module, **options: Any) -> None:

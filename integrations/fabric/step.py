@@ -176,7 +176,7 @@ class FabricStep(LossSteps):
             self._loop.take_back_optimizer(optimizer.optimizer, self)
         if problem is None:
             return
-        told, steps = f"pygraph: {self._name} is not graphed as a whole: {problem}", self._report.steps
+        told, steps = f"{self._name} is not graphed as a whole: {problem}", self._report.steps
         give_reason(self._report, problem, steps, self._loop.config, told, warn=True)
 
 

@@ -58,7 +58,7 @@ from pygraph_train.patches import nothing, standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.report.announcements import give_reason, metrics_of, show, switched_off, tell_why_off
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
 from pygraph_train.step.transfer import Transfer
@@ -152,7 +152,7 @@ class PyGraphCallback(Callback):
             return self._report.note(tell_why_off(self.config))
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
-            told = f"pygraph: training runs without graphs: {problem}"
+            told = f"training runs without graphs: {problem}"
             return give_reason(self._report, problem, 0, self.config, told)
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
@@ -163,7 +163,7 @@ class PyGraphCallback(Callback):
             self._report = manual.report
             return manual.attach()
         program = _LightningProgram(trainer, pl_module, replication)
-        runner = runner_for(
+        runner = PhaseRunner(
             program,
             self.config,
             engine,
@@ -244,11 +244,11 @@ class _AutomaticStep:
         self._patches.enter_context(standing_in([*ours, *others, *_overlapped_transfer(self._trainer)]))
 
     def detach(self) -> None:
-        quietly(self._patches.close, self._runner.close)
+        quietly(self._patches.close, self._runner.release)
 
     def _let_go(self) -> None:
         """The library has failed too often: every further batch is Lightning's alone."""
-        self._runner.close()
+        self._runner.release()
         self._only_count()
 
     def _only_count(self) -> None:
@@ -260,7 +260,7 @@ class _AutomaticStep:
 
         def counted(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
             if not loop._skip_backward:
-                runner.count(not fit_loop._should_accumulate())
+                runner.made_elsewhere(not fit_loop._should_accumulate())
             return run(optimizer, batch_idx, kwargs)
 
         # Lightning measures the time of all hooks that can be called, and passes over those that are None
@@ -380,7 +380,7 @@ class _AutomaticStep:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
         self._closure_is_known = True
         self._step = None
-        quietly(self._runner.count)
+        quietly(self._runner.made_elsewhere)
         self._program.book.ran()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = list(map(tensor_version, parameters))

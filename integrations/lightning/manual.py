@@ -52,9 +52,12 @@ class ManualOptimization:
         loop, automatic = trainer.fit_loop.epoch_loop, module.automatic_optimization
         self._batches: Any = loop.automatic_optimization if automatic else loop.manual_optimization
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
-        self._loop = Loop(config, trainer.strategy.root_device)
-        self._loop.left = lambda: batches_left(trainer)
-        self._loop.even = lambda: rows_stay(trainer.train_dataloader)
+        self._loop = Loop(
+            config,
+            trainer.strategy.root_device,
+            left=lambda: batches_left(trainer),
+            even=lambda: rows_stay(trainer.train_dataloader),
+        )
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
         self._unused = _BATCHES if automatic else 0  # batches so far, while no optimizer was stepped

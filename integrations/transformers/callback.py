@@ -94,12 +94,13 @@ class PyGraphTrainerCallback(TrainerCallback):
             self._report = LoopReport()
             self._report.note(_TWICE)
             return log.warning("pygraph: %s", _TWICE)
-        loop = self._loop = Loop(self.config, args.device, unsupported(args))
+        even = rows_stay(kwargs.get("train_dataloader"))
+        loop = self._loop = Loop(
+            self.config, args.device, unsupported(args), left=lambda: steps_left(state), even=lambda: even
+        )
         self._report = loop.report
         # a Trainer tells its callbacks of no exception and no Ctrl-C
         self._at_exit = atexit.register(functools.partial(show_report, loop.report, args, self.config))
-        even = rows_stay(kwargs.get("train_dataloader"))
-        loop.left, loop.even = lambda: steps_left(state), lambda: even
         if not loop.active:
             return
         if args.torch_compile:

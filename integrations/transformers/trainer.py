@@ -39,7 +39,7 @@ from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
 
@@ -158,7 +158,7 @@ class _WholeStep:
         trainer, program = self._trainer, self._program
         if self._at_rest:
             self._step = None
-            runner.count(trainer.accelerator.sync_gradients)
+            runner.made_elsewhere(trainer.accelerator.sync_gradients)
             return step(model, inputs)
         program.model.train()
         inputs = dict(trainer._prepare_inputs(inputs))
@@ -195,7 +195,7 @@ class _WholeStep:
         self._undo()
         self._undo = lambda: None
         if self._runner is not None:
-            self._runner.close()
+            self._runner.release()
             self._runner = None
 
     def _start(self) -> None:
@@ -203,7 +203,7 @@ class _WholeStep:
         engine = make_engine(loop.config.engine, trainer.args.device)
         assert engine is not None
         self._program = _TrainerProgram(trainer, self._replication)
-        self._runner = runner_for(
+        self._runner = PhaseRunner(
             self._program,
             loop.config,
             engine,
@@ -236,7 +236,7 @@ class _WholeStep:
         trainer, loop = self._trainer, self._loop
         if problem is not None:
             self._report.failed(problem)
-            told = f"pygraph: training steps are not graphed as a whole: {problem}"
+            told = f"training steps are not graphed as a whole: {problem}"
             give_reason(loop.report, problem, self._report.steps, loop.config, told)
         if not trainer.args.torch_compile and trainer.model is not None:
             loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)

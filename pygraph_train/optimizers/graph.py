@@ -1,4 +1,4 @@
-"""`optimizer.step()` of a loop that the user wrote, as a graph of its own."""
+"""The step of an optimizer as a graph of its own, from its preparation to what the report is told."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED, UpdateProgram, optimized, why_update_is_plain
+from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.memory import local_tensor
 
@@ -24,37 +24,35 @@ class OptimizerGraph:
     Gradients are wherever the user's backward left them, see `OptimizerPhase`.
 
     Args:
-        optimizer: stepped by the user's loop.
+        program: for the optimizer, and what else its step writes.
         engine: where graphs are made; may be shared with other optimizers.
         config: options.
         report: filled while running.
-        scaler: the GradScaler of the loop, if there is one.
+        tell: called with each reason against a graph.
 
     Attributes:
-        runs: steps made so far.
-        replayed: whether the last one ran from a graph.
+        optimizer: which is stepped.
+        replayed: whether the last step ran from a graph.
+        over: whether no further step can come from a graph, whoever looks after the optimizer.
         suspended: whether something else looks after this optimizer, or several others do.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        program: UpdateProgram,
         engine: Engine,
         config: PyGraphConfig,
         report: StepReport,
-        scaler: torch.amp.GradScaler | None = None,
+        tell: Callable[[Problem], object],
     ) -> None:
-        self.optimizer = optimizer
-        self.runs = 0
-        self.replayed = False
+        assert program.optimizer is not None
+        self.optimizer = program.optimizer
+        self.replayed, self.over = False, config.optimizer == "off"
         self._others: list[object] = []  # that look after the optimizer
-        self._engine = engine
-        self._config = config
-        self._report = report
-        self._program = _OptimizerProgram(optimizer, engine.device, scaler)
+        self._program, self._engine, self._config = program, engine, config
+        self._report, self._tell = report, tell
         self._preparation: OptimizerPreparation | None = None
-        self._phase: OptimizerPhase | None = None
-        self._off = config.optimizer == "off"
+        self._phase: OptimizerPhase | None = None  # where it is prepared
         self._told = False
         self._held: Any = None  # by a hook of the optimizer
 
@@ -63,42 +61,53 @@ class OptimizerGraph:
         body: Callable[[], None],
         constants: Any = (),
         *,
-        hold: bool = False,
+        step: int,
         later: Callable[[], bool] = lambda: False,
+        made: Any = None,
     ) -> None:
-        """Make one step.
+        """Make one step. Hot path.
 
         Args:
             body: the step in Python.
             constants: Python values that a capture of `body` bakes in.
-            hold: whether nothing is done for a graph yet.
+            step: the training step, for the report.
             later: see `OptimizerPhase.run`.
+            made: see `Delivery.made`.
         """
-        self.runs += 1
         self.replayed = False
-        if hold or not self.serves():
+        if self._phase is None and not self.serves():
             return body()
-        assert self._preparation is not None
-        if self._program.scaling.on and self._program.scaling.unscaled:
+        phase, preparation, scaling = self._phase, self._preparation, self._program.scaling
+        assert phase is not None and preparation is not None
+        if scaling.on and scaling.unscaled:
             if not self._told:
                 self._told = True
-                self._note(UNSCALED)
-            with self._preparation.prepared():  # the kernels of the graph from the first step on
+                self._tell(UNSCALED)
+            with preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
-        self._run_phase(body, constants, later)
-
-    def settle(self) -> None:
-        if self._preparation is not None:
-            self._preparation.settle(self._engine)
-
-    @property
-    def over(self) -> bool:
-        """Whether no further step can come from a graph, whoever looks after the optimizer."""
-        return self._off
+        given = constants, scaling.numbers() if scaling.on else ()
+        phase.run(body, given, step=step, later=later, made=made)
+        self.replayed = phase.replayed
+        self._report.update_ended(phase.replayed, phase.waits)
+        if phase.problem is not None:
+            self._turn_off(phase.problem)
 
     def serves(self) -> bool:
-        """Whether `run` may replay the next step. It is found out before the first one."""
-        return not (self._off or self.suspended or self._refused())
+        """Whether `run` may replay the next step. Before the first one this is found out."""
+        if self._preparation is None and not (self.over or self._others):
+            self._preparation = preparation_of(self.optimizer, self._engine)
+            problem = why_update_is_plain(self._program, self._preparation)
+            if problem is not None:
+                self._turn_off(problem)
+            else:
+                given = self._program, self._preparation, self._engine, self._config, self._report
+                self._phase = OptimizerPhase(*given)
+        return self._phase is not None
+
+    def settle(self) -> None:
+        """See `OptimizerPreparation.settle`."""
+        if self._preparation is not None:
+            self._preparation.settle(self._engine)
 
     @property
     def suspended(self) -> bool:
@@ -130,58 +139,26 @@ class OptimizerGraph:
 
     def close(self) -> None:
         """Release the graph and give the optimizer back as it was. Later steps run as they are."""
-        self._off = True
+        self.over = True
         self._give_back()
         if self._held is not None:
             self._held.remove()
 
     def _give_back(self) -> None:
-        if self._phase is not None:
-            self._phase.close()
-            self._phase = None
-        if self._preparation is not None:
-            self._preparation.close()
-            self._preparation = None
-
-    def _run_phase(self, body: Callable[[], None], constants: Any, later: Callable[[], bool]) -> None:
-        assert self._preparation is not None
-        if self._phase is None:
-            self._phase = OptimizerPhase(
-                self._program,
-                self._preparation,
-                self._engine,
-                self._config,
-                self._report,
-            )
-        constants = constants, self._program.scaling.numbers()
-        self._phase.run(body, constants, step=self.runs, later=later)
-        self.replayed = self._phase.replayed
-        if self.replayed:
-            self._report.update_replayed()
-        else:
-            self._report.update_waited(self._phase.waits)
-        if self._phase.problem is not None:
-            self._turn_off(self._phase.problem)
-
-    def _refused(self) -> bool:
-        if self._preparation is None:
-            self._preparation = OptimizerPreparation(self.optimizer, emulated=self._engine.name == "emulated")
-            problem = why_update_is_plain(self._program, self._preparation)
-            if problem is not None:
-                self._turn_off(problem)
-        return self._off
+        phase, preparation = self._phase, self._preparation
+        self._phase = self._preparation = None
+        if phase is not None:
+            phase.close()
+        if preparation is not None:
+            preparation.close()
 
     def _turn_off(self, problem: Problem) -> None:
-        self._off = True
+        self.over = True
         self._give_back()
-        self._note(problem)
-
-    def _note(self, problem: Problem) -> None:
-        step = max(self.runs, 1)  # what is found out before the first one is about it
-        give_reason(self._report, problem, step, self._config, warn=self._config.optimizer == "on")
+        self._tell(problem)
 
 
-class _OptimizerProgram(UpdateProgram):
+class SteppedByLoop(UpdateProgram):
     """Of an optimizer that a loop steps. The loop clips, and a scaler of sharded gradients is refused."""
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:

@@ -35,11 +35,15 @@ def give_reason(
 ) -> None:
     """Note and log why something runs without a graph, in these words (`told`) if they are given.
 
+    It is a warning where the options ask for graphs, or with `warn`.
+
     Raises:
         PyGraphError: the user wants failures to be raised.
     """
     if report.failed(problem, step):
-        log.log(logging.WARNING if warn else logging.INFO, "%s", told or f"pygraph: {problem}")
+        wanted = warn or "on" in (config.forward, config.backward, config.optimizer)
+        told = told or f"step {step} runs without a graph: {problem}"
+        log.log(logging.WARNING if wanted else logging.INFO, "pygraph: %s", told)
     if config.on_failure == "raise":
         raise PyGraphError(str(problem))
 

@@ -27,6 +27,7 @@ class LoopReport(StepReport):
     """
 
     whole_steps: dict[str, StepReport] = field(default_factory=dict)
+    _with_update = True
 
     def whole_step(self, name: str, report: StepReport) -> None:
         """A step is graphed as a whole from now on; another one of that name keeps its rows."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from pygraph_train.plans import NOTHING, Phase, Plan
 from pygraph_train.problems import Problem
@@ -21,6 +21,7 @@ from pygraph_train.report.table import peak_memory_mib, rows_of
 log = logging.getLogger("pygraph_train")
 
 _MANY_SHAPES, _FEW_SHAPES = 8, 3
+_FORWARD, _, _UPDATE = Phase
 _RECORDED = "a part of the step was recorded for"
 
 
@@ -87,10 +88,11 @@ class StepReport(Printed):
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     trial_seconds: tuple[float, float] | None = None  # of a step with graphs, and of one without
     worked_seconds: float | None = None  # of the host in forward, backward and update of one without
+    _with_update: ClassVar[bool] = False  # whether a step is replayed with its update only
     _progress: Progress = field(default_factory=Progress, repr=False)
     _settled: Plan = field(default=NOTHING, repr=False)
     _started: float = field(default_factory=time.perf_counter, repr=False, compare=False)
-    # when the step before ended, if it came from graphs
+    # when the step before ended, if it was replayed
     _last: float | None = field(default=None, repr=False, compare=False)
 
     # -- events: everything that is written here ------------------------------------------------------
@@ -113,36 +115,20 @@ class StepReport(Printed):
         if plan is not self._settled and (count := progress.recent.count(plan)) == RECENT:
             self._settled = plan
             log.info("pygraph: the latest %d of %d steps ran as plan %s", count, self.steps, plan)
-
-    def replayed(self, step: int, *, since_start: float, interval: float | None) -> None:
-        """Forward and backward of the step with this number came from graphs.
-
-        Args:
-            since_start: seconds.
-            interval: seconds since the step before it, None where something else was done in between.
-        """
+        now, last, self._last = time.perf_counter(), self._last, None
+        if _FORWARD not in plan.graphs or (self._with_update and (_UPDATE in plan.graphs) != updated):
+            return
+        self._last = now
         self.steps_replayed += 1
         if self.first_replay_step is None:
-            self.first_replay_step, self.first_replay_seconds = step, since_start
-        if interval is not None:
-            self.replay_intervals.append(interval)
+            self.first_replay_step, self.first_replay_seconds = self.steps, now - self._started
+        if last is not None:
+            self.replay_intervals.append(now - last)
 
-    def forward_ended(self, step: int, *, replayed: bool) -> None:
-        """See `replayed`: now forward and backward of this step have come from graphs, or have not. Hot path."""
-        now, last = time.perf_counter(), self._last
-        self._last = now if replayed else None
-        if replayed:
-            interval = None if last is None else now - last
-            self.replayed(step, since_start=now - self._started, interval=interval)
-
-    def update_replayed(self) -> None:
-        """An update came from a graph of its own."""
-        self.optimizer_steps_replayed += 1
-        self.update_waits = ""
-
-    def update_waited(self, why: str) -> None:
-        """Why the latest update had no graph, where later ones may have; "" where it had one."""
-        self.update_waits = why
+    def update_ended(self, replayed: bool, waits: str) -> None:
+        """An update came from a graph of its own, or waits for one, for this reason. Hot path."""
+        self.optimizer_steps_replayed += replayed
+        self.update_waits = waits
 
     def timed(self, with_graphs: float, without: float, work: float) -> None:
         """See `Chooser`: steps with graphs and steps without were timed. Seconds of one step."""

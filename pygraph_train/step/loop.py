@@ -8,44 +8,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely, tried
+from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
-from pygraph_train.core.region import RARE
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
 from pygraph_train.parallel.votes import Votes, ranks_of, released_first
 from pygraph_train.patches import nothing, standing_in
-from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import (
-    FORWARD_IS_OFF,
-    NO_DEVICE,
-    give_reason,
-    switched_off,
-    tell_why_off,
-)
+from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.step.chooser import Chooser, chooser_for, pays_of
+from pygraph_train.step.chooser import Chooser
+from pygraph_train.step.driver import Driver
 from pygraph_train.step.living import Living
-from pygraph_train.step.module_call import HOPELESS, ModuleCall, compiled_part
+from pygraph_train.step.module_call import ModuleCall
 from pygraph_train.step.rounds import Rounds
-from pygraph_train.torch_private.stock_dynamo import traces
+from pygraph_train.step.traced_call import compiled_part
 
-_PATIENCE = 20
-"""Steps without a graph of forward and backward, and without a reason, after which one is given."""
+_NO_OPTIMIZER = 20
+"""Steps without an optimizer after which the report says that there is none."""
 
 _HELD = 100
 """Calls of a module after which nothing is waited for that would time the loop's first steps."""
@@ -61,20 +53,20 @@ and reduce around each block, graphs save little more than its forward (BERT on 
 _PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
 
 
-class Loop:
+class Loop(Driver):
     """Everything that was taken over from one loop, and given back by `release`.
 
     Modules and optimizers go when the loop's owner lets go of them, as those of each fold do in a cross-validation:
     they hold what was made for them.
 
     Args:
-        config: options.
+        config, left, even: see `Driver`.
         device: of the models.
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
 
     Attributes:
-        left: how many further steps there will be, infinity where nobody knows.
-        even: whether all batches have the same number of rows.
+        active: whether anything of it may have graphs.
+        why_off: why nothing may, where that is so.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
         patience: after so many steps without an optimizer the report says that there is none.
@@ -83,46 +75,46 @@ class Loop:
         ValueError: the engine asked for cannot work on that device.
     """
 
-    def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
-        self.config = config
-        self.report = surely(LoopReport, SETTING_UP)
-        self.boundary = Boundary(self.report.failed, self.release)
-        self._taken: Living[nn.Module] = Living()
+    report: LoopReport
+
+    def __init__(
+        self,
+        config: PyGraphConfig,
+        device: torch.device,
+        refused: Problem | None = None,
+        *,
+        left: Callable[[], float] = lambda: math.inf,
+        even: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(config, surely(LoopReport, SETTING_UP), left, even)
         self._calls: Living[ModuleCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
+        self._taken: Living[nn.Module] = Living()
         self._rounds = Rounds(self._optimizers)
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
-        self._engine: Engine | None = None
-        self._chooser: Chooser | None = None
         self._lent: Lent | None = None
         self._votes: Votes | None = None
-        self._steps = self._silent = 0
         self._replayed: list[bool] = []  # for each update of the present step
-        self.left: Callable[[], float] = lambda: math.inf
-        self.even: Callable[[], bool] = lambda: False
-        self.over, self.patience = False, _PATIENCE
-        self._counts_steps, self.within_step, self._graphed = True, False, False
+        self._counts_steps, self.within_step, self.over = True, False, False
+        self.patience = _NO_OPTIMIZER
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
-        if arranged(lambda: self._start(config, device, refused), self.report.failed) is None:
-            self.active, self._engine = False, None
+        if arranged(lambda: self._start(device, refused), self.report.failed) is None:
+            self.active, self.engine = False, None
 
-    def _start(self, config: PyGraphConfig, device: torch.device, refused: Problem | None) -> bool:
-        self._engine = None if switched_off() else make_engine(config.engine, device)
-        if self._engine is None:
-            self.why_off = tell_why_off(config)
+    def _start(self, device: torch.device, refused: Problem | None) -> bool:
+        engine = None if switched_off() else make_engine(self.config.engine, device)
+        if engine is None:
+            self.why_off = tell_why_off(self.config)
             self.report.note(self.why_off)
-            return True
-        if refused is not None:
-            self.refuse(refused.reason, refused.fix)
-            if config.on_failure == "raise":
-                raise PyGraphError(str(refused))
-            self._engine = None
+        elif refused is not None:
             self.why_off = str(refused)
-            return True
-        self.active = True
-        self.report.began(self._engine.name)
-        self._chooser = chooser_for(config, self._engine, self.report.timed, lambda: self.left())
+            self.refuse(refused.reason, refused.fix)
+            if self.config.on_failure == "raise":
+                raise PyGraphError(str(refused))
+        else:
+            self.active = True
+            self.begin_with(engine)
         return True
 
     # -- taking over --------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ class Loop:
     def _take_module(
         self, module: nn.Module, replication: Replication | None, compiled: bool, options: dict[str, Any]
     ) -> None:
-        engine, config = self._engine, self.config
+        config = self.config
         replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
@@ -158,38 +150,31 @@ class Loop:
             if len(ranks) > 1:
                 self._votes = Votes(list(ranks), joins=self.active)
                 released_first(self)
-            self._chooser = None  # by the clock of each process
-        if not self.active or engine is None or any(taken is module for taken in self._taken):
+            self.chooser = None  # by the clock of each process
+        if not self.active or self.engine is None or any(taken is module for taken in self._taken):
             return
         refused = None if replication.blocks or replication.problem is DTENSORS else replication.problem
         problem = refused or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
-            self._tell(problem)
+            self.tell(problem)
         else:
             self.over = False
             if compiled:
                 config = dataclasses.replace(config, compile=True)
-            lent = None
             if replication.blocks:
-                lent = self._lent = self._lent or Lent(engine)
-            known = weakref.ref(self)  # Dynamo keeps regions, which must not keep optimizers
-
-            def settle() -> None:
-                quietly(*[graph.settle for graph in cast(Loop, known())._optimizers])
-
-            options |= {"delivers": not replication.shared, "lent": lent, "even": lambda: self.even()}
+                self._lent = self._lent or Lent(self.engine)
+            given = {"delivers": not replication.shared, "lent": self._lent if replication.blocks else None}
             # a forward that somebody has put in the place of the class's, we among them, stays
             blocks = [b for b in replication.blocks if "forward" not in vars(b)]
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
-                given = part, engine, config, self.boundary, self._tell
-                call = ModuleCall(*given, **options)
-                call.regions.settle, call.regions.votes = settle, self._votes
-                if self._chooser is not None:
-                    call.held, call.paused = _HELD * self._chooser.plain, self._chooser.waits
-                    call.regions.pays = pays_of(self._chooser)
+                regions = self.regions_of(part, self.tell, config, leads=True, inference=True, **given)
+                regions.votes = self._votes
+                call = ModuleCall(part, regions, self.even, **options)
+                if self.chooser is not None:
+                    call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
                 self._calls.add(call)
 
     def take_optimizer(
@@ -206,9 +191,9 @@ class Loop:
             scaler: of the loop, if there is one.
             instead_of: the graph of another optimizer, whose place this one takes.
         """
-        if self._engine is None or (instead_of is not None and instead_of not in self._optimizers):
+        if self.engine is None or (instead_of is not None and instead_of not in self._optimizers):
             return None
-        given = optimizer, self._engine, scaler, instead_of
+        given = optimizer, self.engine, scaler, instead_of
         return arranged(lambda: self._take_optimizer(*given), self.report.failed)
 
     def _take_optimizer(
@@ -217,7 +202,8 @@ class Loop:
         if before is not None:
             before.close()
             self._kept = [kept for kept in self._kept if kept is not before]
-        graph = OptimizerGraph(optimizer, engine, self.config, self.report, scaler)
+        program = SteppedByLoop(optimizer, engine.device, scaler)
+        graph = OptimizerGraph(program, engine, self.config, self.report, self.tell)
         if not graph.lives_with_its_optimizer():
             self._kept.append(graph)
         self._rounds.begin_anew()
@@ -242,16 +228,10 @@ class Loop:
             if graph.optimizer is optimizer:
                 graph.resume(giver)
 
-    def refuse(self, reason: str, fix: str = "") -> None:
-        """Note why something runs without a graph."""
-        self.report.failed(Problem(reason, fix=fix), self._steps)
-
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
-        engine = self._engine
         quietly(*[call.remove for call in self._calls], *[graph.close for graph in self._optimizers])
-        if engine is not None:
-            quietly(engine.close)
+        super().release()
         quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
 
@@ -285,7 +265,7 @@ class Loop:
         if self.over:
             body()
             if self._rounds.ends_with(graph):
-                self._steps += 1
+                self.steps += 1
                 self.report.step_began()
             return
         self.boundary.make(
@@ -301,19 +281,17 @@ class Loop:
         self.boundary.make(partial(self._update, graph, made, constants), made)
 
     def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
-        began = time.perf_counter()
-        chooser, asked = self._chooser, self.config.optimizer == "on"
+        began, chooser = time.perf_counter(), self.chooser
         timing = chooser is not None and chooser.timing and bool(self._calls)
-        graph.run(body, constants, hold=timing and not asked, later=self._awaits_graphs)
+        if timing and self.config.optimizer != "on":
+            body()
+            graph.replayed = False
+        else:
+            graph.run(body, constants, step=self.steps + 1, later=self.awaits_graphs)
         if chooser is not None and timing:
             chooser.worked(time.perf_counter() - began)
         if self._counts_steps and not graph.suspended:
             self._replayed.append(graph.replayed)
-
-    def _awaits_graphs(self) -> bool:
-        """Whether the first ones of a forward and its backward may still come."""
-        calls = list(self._calls)
-        return bool(calls) and all(call.regions.awaited for call in calls)
 
     def step_ended(self) -> None:
         """Count a training step, in which any number of optimizers made any number of steps.
@@ -324,73 +302,35 @@ class Loop:
 
     def _end_step(self) -> None:
         replayed, self._replayed = self._replayed, []
-        updated = bool(replayed) or not self._optimizers
-        self._count(all(replayed) and bool(replayed), updated)
-
-    def _count(self, updates: bool, updated: bool) -> None:
-        """Count a training step.
-
-        Args:
-            updates: whether it had updates, and all of them were replayed.
-            updated: whether it had updates, as far as one knows.
-        """
-        report, config = self.report, self.config
-        self._steps += 1
-        report.step_began()
+        updates, updated = bool(replayed) and all(replayed), bool(replayed) or not self._optimizers
+        self.steps += 1
+        self.report.step_began()
         calls = list(self._calls)
-        regions = [call.regions for call in calls]
-        replays = plain = parts = 0
-        for r in regions:
-            replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
-        missed = self._chooser is not None and self._chooser.misses(parts)
-        graphed, called = replays > 0 and not plain and not missed, plain > 0
-        self._graphed |= graphed
-        for r in regions:
-            r.replays = r.plain = r.parts = 0
-            r.report_to(report, self._steps)
+        called = any(call.calls or call.regions.plain for call in calls)
+        self.count(calls, updates=updates, updated=updated, called=called)
         graded = max((call.graded for call in calls), default=0)
         for call in calls:
-            called, call.calls = called or call.calls > 0, 0
             call.step_ended(graded)
-            call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
-            if call.hopeless == HOPELESS:
-                call.remove()
-        report.step_ended(
-            graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
-        )
-        if self._steps == self.patience and not self._optimizers:
+        if self.steps == self.patience and not self._optimizers:
             self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
-        if missed and self._graphed:  # else another reason stands against all steps
-            self._tell(RARE)
-        if regions and self._chooser is not None:
-            self._choose(self._chooser, graphed, parts)
-        waits = self._chooser is not None and self._chooser.waits
-        self._silent = 0 if replays or waits or not regions else self._silent + 1
-        if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
-            self._break_silence(called=called)
-        elif self._silent >= _HOPE and called:
+        if self._silent >= _HOPE and called:
             self._remove_modules()
-        report.forward_ended(self._steps, replayed=graphed and updates == updated)
 
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
-        """Whether graphs of forward and backward are worth their while."""
         for call in self._calls if chooser.plain else ():
             seconds = (1 if call.within else _WITH_BACKWARD) * sum(call.spent)
             chooser.worked(seconds, len(call.spent), models=not call.within)
             call.spent.clear()
-        before, why = chooser.plain, chooser.step_ended(graphed, parts, traces())
-        for call in self._calls:
-            call.settle(chooser.patience)
-        if why is not None:
-            self._tell(why)
-        if chooser.waits:
-            for call in self._calls if why is not None else ():
-                call.paused = True
-        elif why is not None:
-            quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
-            self._remove_modules()
-        elif before and not chooser.plain:
+        plain, waited = chooser.plain, chooser.waits
+        super()._choose(chooser, graphed, parts)
+        for call in self._calls if chooser.waits and not waited else ():
+            call.paused = True
+        if plain and not chooser.plain:
             quietly(*[call.begin for call in self._calls])
+
+    def give_up(self) -> None:
+        quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
+        self._remove_modules()
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""
@@ -400,25 +340,14 @@ class Loop:
         graphs = self._optimizers
         self.over = bool(graphs) and all(g.over and not g.suspended for g in graphs)
 
-    def _break_silence(self, *, called: bool) -> None:
-        """No graph of forward and backward came for a long time, and nothing has said why."""
-        names = ", ".join(call.name for call in self._calls)
+    def _break_silence(self, called: bool) -> None:
         if called:
-            self._tell(
-                Problem(
-                    f"{names}: Dynamo finds no graph that serves the next call: it breaks the graph, or traces it anew "
-                    "in each step",
-                    fix="TORCH_LOGS=recompiles,graph_breaks says where",
-                )
+            return super()._break_silence(called)
+        names = ", ".join(call.name for call in self._calls)
+        self.tell(
+            Problem(
+                f"forward and backward get no graphs: in {self._silent} steps the loop did not call {names} with "
+                "gradients",
+                fix="Call the module itself, as in module(x), instead of a method of the module",
             )
-        else:
-            self._tell(
-                Problem(
-                    f"forward and backward get no graphs: in {self._silent} steps the loop did not call {names} with "
-                    "gradients",
-                    fix="Call the module itself, as in module(x), instead of a method of the module",
-                )
-            )
-
-    def _tell(self, problem: Problem) -> None:
-        give_reason(self.report, problem, self._steps, self.config)
+        )

@@ -39,7 +39,7 @@ from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_of
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
-from pygraph_train.step.phase_runner import PhaseRunner, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
 
@@ -107,7 +107,7 @@ class LossSteps(NotCopied):
             self._report.note(tell_why_off(config, why_off))
         elif engine is not None:
             self._runner = arranged(
-                lambda: runner_for(program, config, engine, self._report), self._report.failed
+                lambda: PhaseRunner(program, config, engine, self._report), self._report.failed
             )
 
     @property
@@ -127,7 +127,7 @@ class LossSteps(NotCopied):
             quietly(self.apart.close)
             self.apart = None
         if self._runner is not None:
-            quietly(self._runner.close)
+            quietly(self._runner.release)
             self._runner = None
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
@@ -183,7 +183,7 @@ class LossSteps(NotCopied):
         if counts:
             try:  # as `quietly`, which is called
                 if self._runner is not None:
-                    self._runner.count(update and program.optimizer is not None)
+                    self._runner.made_elsewhere(update and program.optimizer is not None)
                 else:
                     self._report.step_began(elsewhere=self._counted_elsewhere)
             except Exception as error:
