@@ -36,9 +36,6 @@ UPDATE = "the optimizer's update"
 FORWARD, BACKWARD = "the forward of a region", "the backward of a region"
 SETTING_UP = "setting up"
 
-_FOR_THE_USER = (PyGraphError, NotLegal, ValueError, TypeError)
-"""What the library raises on purpose: the user can mend it, or has asked for it."""
-
 _MOST_FAILURES = 3
 """Faults of the library in one training, after which its steps are the user's alone."""
 
@@ -128,17 +125,13 @@ def surely(make: Callable[[], R], what: str, *_: object) -> R:
     """
     try:
         return make()
-    except _FOR_THE_USER:
-        raise
     except Exception as error:
-        if hasattr(error, "__pygraph_theirs__"):
+        if _for_the_user(error):
             raise
     try:
         return make()
-    except _FOR_THE_USER:
-        raise
     except Exception as error:
-        if hasattr(error, "__pygraph_theirs__"):
+        if _for_the_user(error):
             raise
         raise _unfinished(what, error) from error
 
@@ -157,6 +150,12 @@ def theirs(error: E) -> E:
     """Mark an exception as one for the user, which no boundary takes for a fault of the library; return it."""
     error.__pygraph_theirs__ = True  # type: ignore[attr-defined]
     return error
+
+
+def _for_the_user(error: Exception) -> bool:
+    """Whether the user's code has raised it, or the library on purpose: the user can mend it, or has asked for it."""
+    wanted = isinstance(error, (PyGraphError, NotLegal, ValueError, TypeError))
+    return wanted or hasattr(error, "__pygraph_theirs__")
 
 
 _quiet: set[str] = set()
@@ -207,10 +206,8 @@ def arranged(
     """
     try:
         return make()
-    except _FOR_THE_USER:
-        raise
     except Exception as error:
-        if hasattr(error, "__pygraph_theirs__") or (within_dynamo and not _of_ours(error.__traceback__)):
+        if _for_the_user(error) or (within_dynamo and not _of_ours(error.__traceback__)):
             raise
         problem = Problem(
             f"pygraph-train failed while it was set up, and training runs as it is written: {_sentence(error)}. Please "
@@ -293,10 +290,8 @@ def plainly(plain: Callable[[], Any]) -> Any:
     """The piece as the user wrote it, which raises by itself what the user's code raises."""
     try:
         return plain()
-    except _FOR_THE_USER:
-        raise
     except Exception as error:
-        if hasattr(error, "__pygraph_theirs__") or not _of_ours(error.__traceback__):
+        if _for_the_user(error) or not _of_ours(error.__traceback__):
             raise
         raise _unfinished(STEP, error) from error
 
