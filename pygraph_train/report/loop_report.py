@@ -37,19 +37,15 @@ class LoopReport(StepReport):
             unique = f"{name} ({number})"
         self.whole_steps[unique] = report
 
-    def present_plan(self) -> str:
-        """Which phases run from graphs now."""
-        return str(self.progress().plan)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         plain, whole = super().to_dict(), list(self.whole_steps.values())
+        plain["plan"] = whole[0].plan if len(whole) == 1 and not self.steps else str(self.progress().plan)
         if whole and not self.steps:  # nothing ran outside of steps that were graphed as a whole
             plain["steps"] = sum(report.steps for report in whole)
             plain["steps_replayed"] = sum(report.steps_replayed for report in whole)
         return {
             **plain,
-            "plan": whole[0].plan if len(whole) == 1 and not self.steps else self.present_plan(),
             "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
         }
 
@@ -59,7 +55,7 @@ class LoopReport(StepReport):
 
     def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:
         """The lines of the table. Its short form has one line for a graphed step where there is something beside it."""
-        self.plan = self.present_plan()
+        self.plan = str(self.progress().plan)
         above = None if verbose else Headline(self)
         rows = list(reasons_of(self, above)) if self.whole_steps and not self.steps else rows_of(self, above)
         if len(self.whole_steps) == 1 and not self.steps and not verbose:
