@@ -20,7 +20,6 @@ from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.package import base_of, batches_left
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
@@ -59,7 +58,7 @@ class ManualOptimization:
             even=lambda: rows_stay(trainer.train_dataloader),
         )
         self._wrapper: Any = trainer.strategy.model or module
-        self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
+        self._optimizers: dict[int, OptimizerGraph] = {}
         self._unused = _BATCHES if automatic else 0  # batches so far, while no optimizer was stepped
         self._patches = ExitStack()
         self._logs: list[tuple[Any, str, Any]] = []
@@ -125,7 +124,7 @@ class ManualOptimization:
         known = self._loop.boundary.make(lambda: self._serving(optimizer), lambda: None)
         if known is None:
             return stock(optimizer, model=model, closure=closure, **kwargs)
-        graph, scaling, serves = known
+        graph, serves = known
         if not serves:
             results: list[Any] = []
             body = functools.partial(stock, optimizer, model=model, closure=closure, **kwargs)
@@ -136,21 +135,15 @@ class ManualOptimization:
         # torch's optimizers, which graphs serve, call the closure once and first; only a scaler calls it before that
         with torch.enable_grad() if self._scaler is None else nullcontext():
             result = closure()
-            if scaling.on:
-                scaling.unscale(in_kernels=True)
+            if graph.scaling.on:
+                graph.scaling.unscale(in_kernels=True)
             self._precision._after_closure(model, optimizer)
-        self._loop.update(graph, scaling.step)
+        self._loop.update(graph, graph.scaling.step)
         return result if self._scaler is None else None
 
-    def _serving(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling, bool]:
-        """The graph of an optimizer, what the scaler does for it, and whether the graph may make the next step.
-
-        New optimizers may come in mid-training.
-        """
-        known = self._optimizers.get(id(optimizer))
-        if known is None:
-            graph = self._loop.take_optimizer(optimizer, self._scaler)
-            assert graph is not None  # the loop is active
-            known = self._optimizers[id(optimizer)] = graph, Scaling(self._scaler, optimizer)
-        graph, scaling = known
-        return graph, scaling, graph.serves()
+    def _serving(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, bool]:
+        """The graph of an optimizer, and whether it may make the next step. New optimizers may come in mid-training."""
+        graph = self._optimizers.get(id(optimizer)) or self._loop.take_optimizer(optimizer, self._scaler)
+        assert graph is not None  # the loop is active
+        self._optimizers[id(optimizer)] = graph
+        return graph, graph.serves()

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pygraph_train.core.node import Delivery
-from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.report import announcements
 from pygraph_train.report.printing import Printed
@@ -178,7 +178,7 @@ def _measure(out: str, steps: str, script: str, *arguments: str) -> None:
     clock, reports = _Clock(int(steps)), list[Any]()
     announcements._DISABLED = _WITHOUT
     register_optimizer_step_post_hook(clock.updated)
-    replaced = (OptimizerPhase, "run", clock.around), (OptimizerSet, "step", clock.around)
+    replaced = (OptimizerGraph, "run", clock.around), (OptimizerSet, "step", clock.around)
     losses = (torch.Tensor, "backward", clock.backward), (Delivery, "one", clock.directly)
     for owner, name, call in (*replaced, *losses):
         stock = getattr(owner, name)
