@@ -24,7 +24,7 @@ from pygraph_train.report.announcements import metrics_of
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step import loss_program
-from pygraph_train.step.phase_runner import StepOfPhases
+from pygraph_train.step.phase_runner import PhaseRunner
 
 EVENTS = (
     "began",
@@ -305,15 +305,15 @@ def steps_of(report: type[StepReport], monkeypatch: pytest.MonkeyPatch) -> tuple
     torch.manual_seed(0)
     torch.compiler.reset()
     seen: list[tuple[bool, bool]] = []
-    finish = StepOfPhases.finish
+    finish = PhaseRunner.finish
 
-    def finish_and_look(self: StepOfPhases) -> None:
+    def finish_and_look(self: PhaseRunner) -> None:
         finish(self)
         seen.append((self.replayed, self.update_replayed))
 
     with monkeypatch.context() as patch:
         patch.setattr(loss_program, "StepReport", report)
-        patch.setattr(StepOfPhases, "finish", finish_and_look)
+        patch.setattr(PhaseRunner, "finish", finish_and_look)
         model = Net()
         optimizer = adamw(model)
         losses = []

@@ -58,7 +58,7 @@ from pygraph_train.patches import nothing, standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.report.announcements import give_reason, metrics_of, show, switched_off, tell_why_off
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases
+from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
 from pygraph_train.step.transfer import Transfer
@@ -223,7 +223,6 @@ class _AutomaticStep:
         self._callback = callback
         self._program = program
         self._runner = runner
-        self._step: StepOfPhases | None = None
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
@@ -255,7 +254,7 @@ class _AutomaticStep:
         """No step can have a graph any more: Lightning makes them, and the report counts them."""
         self._program.book.ran()
         quietly(self._patches.close)
-        self._step = None
+        self._runner.within = False
         loop, fit_loop, run, runner = self._loop, self._trainer.fit_loop, self._lightning_run, self._runner
 
         def counted(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
@@ -293,7 +292,7 @@ class _AutomaticStep:
 
     def _run_plainly(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch as Lightning makes it, after the library has failed."""
-        self._step = None
+        self._runner.within = False
         quietly(self._program.book.ran)
         return self._lightning_run(optimizer, batch_idx, kwargs)
 
@@ -316,15 +315,16 @@ class _AutomaticStep:
                 executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        self._step = step = self._runner.begin(update)
-        output = self._runner.make(run)
+        runner = self._runner
+        runner.begin(update)
+        output = runner.make(run)
         done(output)
-        step.finish()
-        if step.replayed:
+        runner.finish()
+        if runner.replayed:
             quietly(self._program.book.replayed)
         else:
             self._program.book.ran()
-            if self._runner.at_rest:
+            if runner.at_rest:
                 self._only_count()
         return output
 
@@ -353,11 +353,11 @@ class _AutomaticStep:
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """In the place of the precision plugin's: what it does, with the end of it from a graph."""
-        step = self._step
-        if step is None or kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
+        runner, others = self._runner, kwargs or self._loop._skip_backward
+        if others or not runner.within or optimizer is not self._program.optimizer:
             executes(STEP)
             return self._lightning_optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if not step.graphs_update:
+        if not runner.graphs_update:
 
             def marked() -> Any:
                 executes(STEP)
@@ -366,7 +366,7 @@ class _AutomaticStep:
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
         between, body = self._program.update_in_parts(optimizer)
         trainer = self._trainer
-        update = step.update(body, lambda: (trainer.gradient_clip_val, trainer.gradient_clip_algorithm))
+        update = runner.update(body, lambda: (trainer.gradient_clip_val, trainer.gradient_clip_algorithm))
         executes(STEP)
         result = closure()
         if result is None:  # the batch is skipped, and plugins differ in what remains to be done
@@ -379,7 +379,6 @@ class _AutomaticStep:
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
         self._closure_is_known = True
-        self._step = None
         quietly(self._runner.made_elsewhere)
         self._program.book.ran()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

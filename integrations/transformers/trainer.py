@@ -39,7 +39,7 @@ from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases
+from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
 
@@ -123,7 +123,6 @@ class _WholeStep:
         self._loop = loop
         self._report = StepReport()
         self._runner: PhaseRunner | None = None
-        self._step: StepOfPhases | None = None
         self._at_rest = False  # every further step is the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         self._boundary = Boundary(self._report.failed, self.close)
@@ -141,30 +140,28 @@ class _WholeStep:
         runner = self._runner
         if runner is None:
             return step(model, inputs)
-        return self._boundary.make(
-            lambda: self._make(runner, step, model, inputs, num_items),
-            lambda: self._plainly(step, model, inputs),
-        )
 
-    def _plainly(self, step: Callable[..., Tensor], model: nn.Module, inputs: Any) -> Tensor:
-        """The Trainer's own step, after the library has failed."""
-        self._step = None
-        executes(STEP)
-        return step(model, inputs)
+        def plainly() -> Tensor:
+            """The Trainer's own step, after the library has failed."""
+            runner.within = False
+            executes(STEP)
+            return step(model, inputs)
+
+        ours = functools.partial(self._make, runner, step, model, inputs, num_items)
+        return self._boundary.make(ours, plainly)
 
     def _make(
         self, runner: PhaseRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
         trainer, program = self._trainer, self._program
         if self._at_rest:
-            self._step = None
             runner.made_elsewhere(trainer.accelerator.sync_gradients)
             return step(model, inputs)
         program.model.train()
         inputs = dict(trainer._prepare_inputs(inputs))
         program.scale = _loss_scale(trainer, num_items)
         update, replication = trainer.accelerator.sync_gradients, self._replication
-        self._step = runner.begin(update)
+        runner.begin(update)
         accelerator = trainer.accelerator
         others = accelerator.scaler is not None or "backward" in vars(accelerator)
 
@@ -181,13 +178,13 @@ class _WholeStep:
         loss = runner.make(run)
         done(loss)
         if not update:
-            self._end(runner, self._step)
+            self._end(runner)
         return loss
 
-    def _end(self, runner: PhaseRunner, step: StepOfPhases) -> None:
+    def _end(self, runner: PhaseRunner) -> None:
         """The step has ended, its update included."""
-        step.finish()
-        if not step.replayed:
+        runner.finish()
+        if not runner.replayed:
             self._at_rest = runner.at_rest
 
     def close(self) -> None:
@@ -220,13 +217,12 @@ class _WholeStep:
         self._boundary.make(lambda: self._update(made), made)
 
     def _update(self, body: Callable[[], None]) -> None:
-        runner, step = self._runner, self._step
-        if step is None:
+        runner = self._runner
+        if runner is None or not runner.within:
             return body()
-        assert runner is not None
-        step.update(body)()
+        runner.update(body)()
         done(None)
-        self._end(runner, step)
+        self._end(runner)
         if runner.hopeless:
             self._fall_back(None)
 

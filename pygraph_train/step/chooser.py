@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
 
 _PLAIN = 8
@@ -54,10 +54,6 @@ Dynamo traces again.
 """
 
 
-def _nobody(with_graphs: float, without: float, work: float) -> None:
-    pass
-
-
 class Chooser:
     """Looks at the ends of steps, one after the other.
 
@@ -78,7 +74,7 @@ class Chooser:
     def __init__(
         self,
         engine: Engine,
-        timed: Callable[[float, float, float], None] = _nobody,
+        timed: Callable[[float, float, float], None] = nothing,
         left: Callable[[], float] = lambda: math.inf,
         empty: float = 2e-6,
     ) -> None:
@@ -247,12 +243,6 @@ class Chooser:
 
 
 _ON = 'forward="on" makes graphs all the same'
-
-
-def pays_of(chooser: Chooser) -> Callable[[float, float], bool]:
-    """`Chooser.pays` for regions. Dynamo keeps these, so they do not keep the chooser; all pays without one."""
-    known = weakref.WeakMethod(chooser.pays)
-    return lambda share, seconds: (pays := known()) is None or pays(share, seconds)
 
 
 def chooser_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -14,13 +14,16 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.plans import graphs_apart
+from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.plans import NOTHING, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import give_reason
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.chooser import Chooser, chooser_for, pays_of
+from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.traced_call import TracedCall, tensors_of
 from pygraph_train.torch_private.stock_dynamo import traces
+
+R = TypeVar("R")
 
 _PATIENCE = 20
 """Steps in a row without a graph of forward and backward, and without a reason, after which one is given."""
@@ -53,6 +56,7 @@ class Driver:
         steps: how many there were so far.
         replays: of how many forward and backward came from graphs.
         reasons: how often something was told against a graph.
+        within: whether a step that is made here has begun, and no other one has been made elsewhere since.
     """
 
     def __init__(
@@ -63,13 +67,14 @@ class Driver:
         even: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.report, self.left, self.even = config, report, left, even
-        self.boundary = Boundary(report.failed, _weakly(self.release))
+        self.boundary = Boundary(report.failed, _weakly(self.release, None))
         self.engine: Engine | None = None
         self.chooser: Chooser | None = None
         self.steps = self.replays = self.reasons = 0
         self._calls: Iterable[TracedCall] = []
         self._optimizers: Iterable[OptimizerGraph] = []
         self._silent = 0
+        self.within = False
 
     def begin_with(self, engine: Engine) -> None:
         """Make graphs there."""
@@ -112,10 +117,15 @@ class Driver:
         known = weakref.ref(model)
         given = self.engine, config or self.config, lambda: tensors_of(known()), tell, self.boundary
         regions = PhaseRegions(*given, **options)
-        regions.settle = _weakly(self.settle)
+        regions.settle = _weakly(self.settle, None)
         if self.chooser is not None:
-            regions.pays = pays_of(self.chooser)
+            regions.pays = _weakly(self.chooser.pays, True)
         return regions
+
+    def graph_of(self, program: UpdateProgram) -> OptimizerGraph:
+        """What makes an update from a graph. Its optimizer may keep it, and so it does not keep this object."""
+        assert self.engine is not None
+        return OptimizerGraph(program, self.engine, self.config, self.report, _weakly(self.tell, None))
 
     def settle(self) -> None:
         """See `PhaseRegions.settle`."""
@@ -125,6 +135,13 @@ class Driver:
         """Whether the first ones of forward and backward may still come."""
         calls = list(self._calls)
         return bool(calls) and all(call.regions.awaited for call in calls)
+
+    def made_elsewhere(self, updated: bool = True) -> None:
+        """One more step, or micro-batch, without a graph, of which nothing else is known than whether it updated."""
+        self.steps, self.within = self.steps + 1, False
+        self.report.step_began()
+        if not updated:
+            self.report.step_ended(NOTHING, updated=False)
 
     def count(
         self, calls: Iterable[TracedCall], *, updates: bool, updated: bool, called: bool = True
@@ -189,12 +206,7 @@ class Driver:
             quietly(self.engine.close)
 
 
-def _weakly(method: Callable[[], object]) -> Callable[[], object]:
-    """A method of an object that the result does not keep."""
+def _weakly(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
+    """A method of an object that the result does not keep; what is returned (`otherwise`) once that is gone."""
     known = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (there := known()) is not None:
-            there()
-
-    return call
+    return lambda *given: otherwise if (there := known()) is None else there(*given)

@@ -160,16 +160,16 @@ class LossSteps(NotCopied):
             self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(args, kwargs, plain_update, plain_call, **place)
         else:
-            step = runner.begin(updates)
-            result = runner.make(functools.partial(program.run, args, kwargs, step.update, **place))
+            runner.begin(updates)
+            result = runner.make(functools.partial(program.run, args, kwargs, runner.update, **place))
         self._pending = not updates  # only now: a step that raised is not part of an accumulation
         done(result)
         if runner is not None:
-            step.finish()
+            runner.finish()
         if not self._made:
             self._made = True
             self._after_first = AfterFirstStep(result, program.optimizer if updates else None)
-        elif runner is not None and not step.replayed:
+        elif runner is not None and not runner.replayed:
             self._at_rest = runner.at_rest
         elif runner is None:
             self._at_rest = not program.replication.shared
@@ -188,24 +188,18 @@ class LossSteps(NotCopied):
                     self._report.step_began(elsewhere=self._counted_elsewhere)
             except Exception as error:
                 not_needed(error)
-        optimizer = program.optimizer
-        if program.replication.shared:  # the others wait for gradients, or do not
-            first = not self._pending
-            result = program.run(args, kwargs, plain_update, plain_call, first=first, last=update)
-            self._pending = not update or optimizer is None
+        if program.replication.shared or not program.nothing_but_steps:
+            place: Any = {"first": not self._pending, "last": update}
+            result = program.run(args, kwargs, plain_update, plain_call, **place)
+            self._pending = not update
             return result
+        optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
-        if program.nothing_but_steps:
-            loss, result = program.plain_forward(args, kwargs)
-            loss.backward()
-            if update and optimizer is not None:
-                optimizer.step()
-        else:
-            loss, result = program.forward(plain_call, args, kwargs)
-            program.backward(loss)
-            if update and optimizer is not None:
-                program.update_phase()
+        loss, result = program.loss_of(program.step_fn(*args, **kwargs))
+        loss.backward()
+        if update and optimizer is not None:
+            optimizer.step()
         self._pending = not update
         return result.detach() if type(result) is Tensor else detached_results(result)
 
@@ -253,7 +247,7 @@ class LossProgram(StepProgram):
         super().__init__(optimizer, device, scaler)
         self.model = model
         self.replication = replication_of(model)
-        self._step_fn = step_fn
+        self.step_fn = step_fn
         self._max_grad_norm = max_grad_norm
         self._clipped: ClippedParameters | None = None
 
@@ -263,22 +257,16 @@ class LossProgram(StepProgram):
         return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
 
     def function(self) -> Callable[..., Any]:
-        return self._step_fn
+        return self.step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        result = call(self._step_fn, args, kwargs)
+        """The loss, and all that the function returns."""
+        return self.loss_of(call(self.step_fn, args, kwargs))
+
+    def loss_of(self, result: Any) -> tuple[Tensor, Any]:
+        """The loss in what the function has returned, and all of that. Hot path."""
         if type(result) is Tensor and result.requires_grad and result.dim() == 0:
             return result, result
-        return self._loss_of(result)
-
-    def plain_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """As the user's loop makes it, while nothing is prepared. Hot path."""
-        result = self._step_fn(*args, **kwargs)
-        if type(result) is Tensor and result.requires_grad and result.dim() == 0:
-            return result, result
-        return self._loss_of(result)
-
-    def _loss_of(self, result: Any) -> tuple[Tensor, Any]:
         loss = result.get("loss") if type(result) is not Tensor and isinstance(result, Mapping) else result
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.requires_grad:
             torch.autograd.backward(loss)  # raises what it raises in a plain loop
@@ -352,7 +340,7 @@ class LossProgram(StepProgram):
 
         Args:
             args, kwargs: of its function, which `call` runs.
-            update: gives what makes its optimizer phase, see `StepOfPhases.update`.
+            update: gives what makes its optimizer phase, see `PhaseRunner.update`.
             first, last: whether gradients begin with nothing, and an update follows.
         """
         if self.optimizer is not None and first:

@@ -13,6 +13,7 @@ from pygraph_train.boundary import done, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.patches import nothing
 from pygraph_train.plans import NOTHING, SEPARATE
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
@@ -44,6 +45,8 @@ class PhaseRunner(Driver):
 
     Attributes:
         stopped: whether every further step runs without a graph.
+        replayed: whether forward and backward of the present step came from graphs.
+        update_replayed: whether its update did.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class PhaseRunner(Driver):
         self._program = program
         self._update: OptimizerGraph | None = None
         self._prepared = self.stopped = False
+        self.replayed = self.update_replayed = self._updates = False
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
         self._function = _FunctionCall(self, program, self._told.append)
         self._calls = [self._function]
@@ -78,11 +82,11 @@ class PhaseRunner(Driver):
 
     # -- one step --------------------------------------------------------------------------------------
 
-    def begin(self, updates: bool) -> StepOfPhases:
+    def begin(self, updates: bool) -> None:
         """A training step begins, or one micro-batch of it, with or without an update."""
-        self.steps += 1
+        self.steps, self.within = self.steps + 1, True
         self.report.step_began()
-        return StepOfPhases(self, updates)
+        self._updates, self.replayed, self.update_replayed = updates, False, False
 
     def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
@@ -128,37 +132,53 @@ class PhaseRunner(Driver):
     def _prepare(self) -> None:
         """From now on, updates run with the kernels that graphs hold."""
         self._prepared = True
-        if self._program.optimizer is None or self.stopped or self.config.optimizer == "off":
+        if self._program.optimizer is None or self.stopped:
             return
-        assert self.engine is not None
-        graph = OptimizerGraph(self._program, self.engine, self.config, self.report, self.tell)
+        graph = self.graph_of(self._program)
         if graph.serves():
             self._update, self._optimizers = graph, [graph]
 
-    def _make_update(
-        self, step: StepOfPhases, body: Callable[[], None], constants: Callable[[], Any], at_once: bool
-    ) -> None:
+    @property
+    def graphs_update(self) -> bool:
+        """Whether the update has to go through `update`."""
+        return self._update is not None and not self._update.over
+
+    def update(
+        self, body: Callable[[], None], constants: Callable[[], Any] = tuple, *, at_once: bool = False
+    ) -> Callable[[], None]:
+        """What makes the optimizer phase, from its own graph where there is one. Nothing is executed yet.
+
+        Args:
+            body: the phase in Python, which says what it executes.
+            constants: what gives the Python values that a capture of `body` bakes in.
+            at_once: whether nothing else happens between the backward and it.
+        """
+
+        def made() -> None:
+            body()
+            done(None)
+
+        return partial(self.boundary.make, partial(self._make_update, made, constants, at_once), made)
+
+    def _make_update(self, body: Callable[[], None], constants: Callable[[], Any], at_once: bool) -> None:
         graph = self._update
         if graph is None or graph.over:
             return body()
         made = self._function.regions.delivery.made if at_once else None
         graph.run(body, constants(), step=self.steps, later=self.awaits_graphs, made=made)
-        step.update_replayed = graph.replayed
+        self.update_replayed = graph.replayed
 
-    def _finish(self, step: StepOfPhases) -> None:
+    def finish(self) -> None:
+        """The step has ended, its update included."""
+        self.boundary.make(self._finish, nothing)
+
+    def _finish(self) -> None:
         while self._told:
             self.tell(self._told.pop(0))
         calls = () if self._function.regions.closed else self._calls
-        step.replayed = self.count(calls, updates=step.update_replayed, updated=step.updates)
+        self.replayed = self.count(calls, updates=self.update_replayed, updated=self._updates)
 
     # -- what else loops ask -----------------------------------------------------------------------------
-
-    def made_elsewhere(self, updated: bool = True) -> None:
-        """A step, or micro-batch, was made without this runner, with or without an update."""
-        self.steps += 1
-        self.report.step_began()
-        if not updated:
-            self.report.step_ended(NOTHING, updated=False)
 
     @property
     def at_rest(self) -> bool:
@@ -219,48 +239,3 @@ class _FunctionCall(TracedCall):
         """Call it as it is, before Dynamo traces it."""
         quietly(lambda: self._sizes.look(args, kwargs))
         return plain_call(fn, args, kwargs)
-
-
-class StepOfPhases:
-    """One training step, or one micro-batch of it.
-
-    Attributes:
-        updates: whether the optimizer steps after it.
-        replayed: whether forward and backward came from graphs.
-        update_replayed: whether the update did.
-    """
-
-    __slots__ = ("_runner", "replayed", "update_replayed", "updates")
-
-    def __init__(self, runner: PhaseRunner, updates: bool) -> None:
-        self._runner, self.updates = runner, updates
-        self.replayed = self.update_replayed = False
-
-    @property
-    def graphs_update(self) -> bool:
-        """Whether the update has to go through `update`."""
-        graph = self._runner._update
-        return graph is not None and not graph.over
-
-    def update(
-        self, body: Callable[[], None], constants: Callable[[], Any] = tuple, *, at_once: bool = False
-    ) -> Callable[[], None]:
-        """What makes the optimizer phase, from its own graph where there is one. Nothing is executed yet.
-
-        Args:
-            body: the phase in Python, which says what it executes.
-            constants: what gives the Python values that a capture of `body` bakes in.
-            at_once: whether nothing else happens between the backward and it.
-        """
-        runner = self._runner
-
-        def made() -> None:
-            body()
-            done(None)
-
-        make = partial(runner._make_update, self, made, constants, at_once)
-        return partial(runner.boundary.make, make, made)
-
-    def finish(self) -> None:
-        """The step has ended, its update included."""
-        self._runner.boundary.make(partial(self._runner._finish, self), lambda: None)
