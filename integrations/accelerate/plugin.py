@@ -37,7 +37,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
@@ -200,17 +200,10 @@ class PyGraph:
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
 
         def step(body: Callable[[], None]) -> None:
-            if loop.over:
-                return make(body)
-            made = once(body)
-            loop.boundary.make(functools.partial(make, made), made)
-
-        def make(body: Callable[[], None]) -> None:
             nonlocal graph
             if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
                 graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler, instead_of=graph)
             loop.step(graph, body)
-            done(None)
 
         self._undo.append(route_step(optimizer, step))
 
@@ -371,7 +364,13 @@ def route_step(
     if stock is None and type(optimizer) is not AcceleratedOptimizer:
         return nothing
     inner, routed = optimizer.step, [True]
-    body = tidy_step(optimizer, inner)
+
+    def body() -> None:
+        inner()
+        own, kind = vars(optimizer.optimizer), type(optimizer.optimizer)
+        # a scaler leaves the optimizer's own method behind, which looks as if somebody had replaced it
+        if optimizer.scaler is not None and getattr(own.get("step"), "__func__", None) is kind.step:
+            del own["step"]
 
     def step(self: AcceleratedOptimizer, closure: Any = None) -> None:
         if self is not optimizer:  # a copy
@@ -393,24 +392,6 @@ def route_step(
                 vars(optimizer)["step"] = stock
 
     return undo
-
-
-def tidy_step(optimizer: AcceleratedOptimizer, step: Callable[[], None]) -> Callable[[], None]:
-    """`step`, after which the torch optimizer is as before.
-
-    With a scaler, Accelerate leaves the optimizer's own method behind as an attribute of the object, which
-    looks as if somebody had replaced it.
-    """
-    if optimizer.scaler is None:
-        return step
-    inner = optimizer.optimizer
-
-    def body() -> None:
-        step()
-        if getattr(vars(inner).get("step"), "__func__", None) is type(inner).step:
-            del vars(inner)["step"]
-
-    return body
 
 
 def _sorted(

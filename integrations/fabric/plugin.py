@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -283,17 +283,10 @@ class PyGraphFabric:
 
     def _optimizer_step(self, stock: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         """`strategy.optimizer_step`, from the optimizer's own graph where it has one."""
-        body = once(functools.partial(stock, optimizer, **kwargs))
-        loop = self._loop
-        if loop is None:
+        body = functools.partial(stock, optimizer, **kwargs)
+        graph, loop = self._graphs.get(id(optimizer)), self._loop
+        if loop is None or graph is None or kwargs:  # a closure
             return body()
-        return loop.boundary.make(lambda: self._step(body, optimizer, kwargs), body)
-
-    def _step(self, body: Callable[[], Any], optimizer: Any, kwargs: dict[str, Any]) -> Any:
-        graph = self._graphs.get(id(optimizer))
-        if graph is None or kwargs:  # a closure
-            return body()
-        _, loop = self._attached()
         return loop.step(graph, body)
 
     def _backward(

@@ -92,7 +92,7 @@ class FabricStep(LossSteps):
         self._fabric = fabric
         self._loop = loop
         self._model = model
-        self._fabric_optimizers = [optimizer]
+        self._fabric_optimizer = optimizer
         self._accumulating = accumulating
         self._retired = False
         engine = arranged(lambda: make_engine(loop.config.engine, fabric.device)) if loop.active else None
@@ -111,8 +111,8 @@ class FabricStep(LossSteps):
 
     def _take_over(self) -> bool:
         """From the loop, what the whole step holds."""
-        for used in self._fabric_optimizers:
-            self._loop.give_up_optimizer(used.optimizer, to=self)
+        for graph in self._loop.graphs_of(self._fabric_optimizer.optimizer):
+            graph.suspend(self)
         problem = _not_whole(self._fabric)
         if problem is not None or self._program.replication.sharded:
             self._leave(problem)
@@ -142,7 +142,8 @@ class FabricStep(LossSteps):
                 quietly(lambda: paused.enter_context(self._loop.paused()))
                 result = self._make(args, kwargs, update=update)
             quietly(self._look_at_runner)
-        for optimizer in self._fabric_optimizers if update else ():
+        if update:
+            optimizer = self._fabric_optimizer
             quietly(functools.partial(count_optimizer_step, optimizer))
             self._fabric.call(
                 "on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer.optimizer
@@ -172,8 +173,8 @@ class FabricStep(LossSteps):
         """Further steps run as they are, forward, backward and optimizer apart."""
         self.close()
         self._counted_elsewhere = self._loop.active
-        for optimizer in self._fabric_optimizers:
-            self._loop.take_back_optimizer(optimizer.optimizer, self)
+        for graph in self._loop.graphs_of(self._fabric_optimizer.optimizer):
+            graph.resume(self)
         if problem is None:
             return
         told, steps = f"{self._name} is not graphed as a whole: {problem}", self._report.steps

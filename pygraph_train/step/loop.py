@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely, tried
+from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
-from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
 from pygraph_train.parallel.votes import Votes, ranks_of, released_first
 from pygraph_train.patches import nothing, standing_in
-from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.chooser import Chooser
@@ -109,9 +109,7 @@ class Loop(Driver):
             self.report.note(self.why_off)
         elif refused is not None:
             self.why_off = str(refused)
-            self.refuse(refused.reason, refused.fix)
-            if self.config.on_failure == "raise":
-                raise PyGraphError(str(refused))
+            self.tell(refused)
         else:
             self.active = True
             self.begin_with(engine)
@@ -191,19 +189,18 @@ class Loop(Driver):
             scaler: of the loop, if there is one.
             instead_of: the graph of another optimizer, whose place this one takes.
         """
-        if self.engine is None or (instead_of is not None and instead_of not in self._optimizers):
-            return None
-        given = optimizer, self.engine, scaler, instead_of
+        given = optimizer, scaler, instead_of
         return arranged(lambda: self._take_optimizer(*given), self.report.failed)
 
     def _take_optimizer(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: Any, before: OptimizerGraph | None
-    ) -> OptimizerGraph:
+        self, optimizer: torch.optim.Optimizer, scaler: Any, before: OptimizerGraph | None
+    ) -> OptimizerGraph | None:
+        if self.engine is None or (before is not None and before not in self._optimizers):
+            return None
         if before is not None:
             before.close()
             self._kept = [kept for kept in self._kept if kept is not before]
-        program = SteppedByLoop(optimizer, engine.device, scaler)
-        graph = OptimizerGraph(program, engine, self.config, self.report, self.tell)
+        graph = self.graph_of(SteppedByLoop(optimizer, self.engine.device, scaler))
         if not graph.lives_with_its_optimizer():
             self._kept.append(graph)
         self._rounds.begin_anew()
@@ -214,19 +211,10 @@ class Loop(Driver):
         self.over = False
         return graph
 
-    def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
-        """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
+    def graphs_of(self, optimizer: torch.optim.Optimizer) -> list[OptimizerGraph]:
+        """Those of an optimizer which something else begins, or ceases, to look after."""
         self._rounds.begin_anew()
-        for graph in self._optimizers:
-            if graph.optimizer is optimizer:
-                graph.suspend(to)
-
-    def take_back_optimizer(self, optimizer: torch.optim.Optimizer, giver: object) -> None:
-        """One that graphed it does so no longer; the loop does again where no other one is left."""
-        self._rounds.begin_anew()
-        for graph in self._optimizers:
-            if graph.optimizer is optimizer:
-                graph.resume(giver)
+        return [graph for graph in self._optimizers if graph.optimizer is optimizer]
 
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
@@ -252,42 +240,34 @@ class Loop(Driver):
             quietly(lambda: kwargs.update(leaves_of(loss)))
         return kwargs
 
-    def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
+    def step(self, graph: OptimizerGraph | None, body: Callable[[], None]) -> None:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
         if self.over:
-            return self._step(graph, body, constants)
-        made = once(body)
-        self.boundary.make(partial(self._step, graph, made, constants), made)
-
-    def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
-        if self.over:
             body()
-            if self._rounds.ends_with(graph):
-                self.steps += 1
-                self.report.step_began()
-            return
-        self.boundary.make(
-            partial(self._update, graph, body, constants), body
-        )  # as `update`: it says what it does
-        done(None)
-        if self._counts_steps and not self.within_step and self._rounds.ends_with(graph):
-            self.step_ended()
+        else:
+            self.update(graph, body)
+        if self._counts_steps and not self.within_step:
+            self.boundary.make(partial(self._end_round, graph), nothing)
 
-    def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
+    def _end_round(self, graph: OptimizerGraph) -> None:
+        if self._rounds.ends_with(graph):
+            self.made_elsewhere() if self.over else self._end_step()
+
+    def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
         made = once(body)
-        self.boundary.make(partial(self._update, graph, made, constants), made)
+        self.boundary.make(partial(self._update, graph, made), made)
 
-    def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
+    def _update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
         began, chooser = time.perf_counter(), self.chooser
         timing = chooser is not None and chooser.timing and bool(self._calls)
         if timing and self.config.optimizer != "on":
             body()
             graph.replayed = False
         else:
-            graph.run(body, constants, step=self.steps + 1, later=self.awaits_graphs)
+            graph.run(body, step=self.steps + 1, later=self.awaits_graphs)
         if chooser is not None and timing:
             chooser.worked(time.perf_counter() - began)
         if self._counts_steps and not graph.suspended:
