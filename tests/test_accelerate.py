@@ -859,6 +859,24 @@ def test_recurrent_networks_are_the_reason_against_graphs() -> None:
     both(script, replays=10)
 
 
+def test_the_optimizer_inside_of_a_prepared_one_is_replaced() -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        for index, batch in enumerate([*loader, *loader]):
+            if index in (20, 40):
+                make = torch.optim.SGD if index == 20 else torch.optim.AdamW
+                optimizer.optimizer = make(model.parameters(), lr=1e-2, fused=True)
+            loss = loss_of(model, batch)
+            script.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+            script.write_state(model, optimizer)
+
+    report = both(script, replays=50)
+    assert report.optimizer_steps_replayed >= 40 and report.steps == 60, str(report)
+
+
 def test_gradients_that_were_unscaled_for_clipping_have_a_row() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([p], fused=True)

@@ -197,15 +197,7 @@ class PyGraph:
         if type(optimizer) is not AcceleratedOptimizer and "step" not in vars(optimizer):
             name = type(optimizer).__name__
             return loop.refuse(f"the optimizer runs outside of graphs: {name} has a step of its own")
-        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-
-        def step(body: Callable[[], None]) -> None:
-            nonlocal graph
-            if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
-                graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler, instead_of=graph)
-            loop.step(graph, body)
-
-        self._undo.append(route_step(optimizer, step))
+        self._undo.append(graph_steps(loop, optimizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config}  # graphs live in this process only
@@ -354,6 +346,20 @@ class Accelerator(_Graphed):
         super().__init__(*args, **kwargs)
         if plugin is not None:
             plugin._bind(self)
+
+
+def graph_steps(loop: Loop, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
+    """Have a loop make the steps of a prepared optimizer. Returns the undo."""
+    graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+
+    def step(body: Callable[[], None]) -> None:
+        nonlocal graph
+        if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
+            quietly(graph.close)
+            graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+        loop.step(graph, body)
+
+    return route_step(optimizer, step)
 
 
 def route_step(

@@ -14,7 +14,7 @@ from transformers.training_args import ParallelMode
 
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.accelerate.plugin import route_step
+from pygraph_train.integrations.accelerate.plugin import graph_steps
 from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
@@ -114,8 +114,7 @@ class PyGraphTrainerCallback(TrainerCallback):
             replication = Replicas(kwargs["model"]) if args.world_size > 1 else None
             loop.take_module(kwargs["model"], replication=replication)
         optimizer = kwargs["optimizer"]
-        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        undo = route_step(optimizer, functools.partial(loop.step, graph))
+        undo = graph_steps(loop, optimizer)
         _served.add(optimizer)
 
         def release() -> None:

@@ -25,7 +25,7 @@ from pygraph_train.boundary import (
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate.plugin import route_step
+from pygraph_train.integrations.accelerate.plugin import graph_steps, route_step
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
     add_metrics,
@@ -238,8 +238,7 @@ class _WholeStep:
             loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)
         optimizer: Any = trainer.optimizer
         if hasattr(optimizer, "scaler"):
-            graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-            self._undo = route_step(optimizer, functools.partial(loop.step, graph))
+            self._undo = graph_steps(loop, optimizer)
 
 
 class _TrainerProgram(StepProgram):
@@ -260,9 +259,6 @@ class _TrainerProgram(StepProgram):
             return trainer.compute_loss(model, {**inputs}, num_items_in_batch=num_items_in_batch)
 
         self._function = loss_of
-
-    def function(self) -> Callable[..., Any]:
-        return self._function
 
     def forward(self, call: Call, args: tuple[Any, ...]) -> Tensor:
         """The loss with its autograd graph, divided as the Trainer does."""

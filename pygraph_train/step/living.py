@@ -19,11 +19,6 @@ class Living(Generic[T]):
         """Add an object at the end. Somebody else has to hold it."""
         self._references.append(weakref.ref(one, self._references.remove))
 
-    def replace(self, one: T, other: T) -> None:
-        """Another object takes the place of one that is there."""
-        place = next(index for index, found in enumerate(self._references) if found() is one)
-        self._references[place] = weakref.ref(other, self._references.remove)
-
     def clear(self) -> None:
         """Remove all objects."""
         self._references.clear()

@@ -176,38 +176,24 @@ class Loop(Driver):
                 self._calls.add(call)
 
     def take_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        instead_of: OptimizerGraph | None = None,
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
     ) -> OptimizerGraph | None:
         """A graph for the optimizer's step; None where graphs are off.
 
         Args:
             optimizer: stepped by the loop.
             scaler: of the loop, if there is one.
-            instead_of: the graph of another optimizer, whose place this one takes.
         """
-        given = optimizer, scaler, instead_of
-        return arranged(lambda: self._take_optimizer(*given), self.report.failed)
+        return arranged(lambda: self._take_optimizer(optimizer, scaler), self.report.failed)
 
-    def _take_optimizer(
-        self, optimizer: torch.optim.Optimizer, scaler: Any, before: OptimizerGraph | None
-    ) -> OptimizerGraph | None:
-        if self.engine is None or (before is not None and before not in self._optimizers):
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer, scaler: Any) -> OptimizerGraph | None:
+        if self.engine is None:
             return None
-        if before is not None:
-            before.close()
-            self._kept = [kept for kept in self._kept if kept is not before]
         graph = self.graph_of(SteppedByLoop(optimizer, self.engine.device, scaler))
         if not graph.lives_with_its_optimizer():
             self._kept.append(graph)
         self._rounds.begin_anew()
-        if before is None:
-            self._optimizers.add(graph)
-        else:
-            self._optimizers.replace(before, graph)
+        self._optimizers.add(graph)
         self.over = False
         return graph
 
