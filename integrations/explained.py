@@ -75,7 +75,7 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         return subject
     if isinstance(step, LossSteps):
         program = copy.copy(step.program)  # to which it may tell what it is asked here
-        subject = Subject(_name(program.function()), program, args, kwargs)
+        subject = Subject(_name(program.step_fn), program, args, kwargs)
     elif isinstance(step, nn.Module) or not callable(step):
         raise TypeError(
             "explain takes a function that computes the loss, a GraphedStep, a step of "

@@ -20,7 +20,7 @@ _CALLS = (
 
 def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
     """A step made by `accelerator.graphed_step`, with the models and optimizers of its Accelerator."""
-    fn, accelerator, loop = step.parts()
+    accelerator = step.accelerator
     losses: list[Tensor] = []
 
     def backward(loss: Tensor, **_: Any) -> None:
@@ -30,14 +30,14 @@ def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: di
         return torch.zeros((), device=accelerator.device)
 
     def loss_of(*args: Any, **kwargs: Any) -> Any:
-        fn(*args, **kwargs)
+        step.fn(*args, **kwargs)
         return losses.pop() if losses else None
 
     models = list(accelerator._models)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
     subject = subject_of(step.name, loss_of, args, kwargs, model, optimizers, accelerator.scaler)
-    subject.context, subject.notes = loop.paused, [_CALLS]
+    subject.context, subject.notes = step.loop.paused, [_CALLS]
     subject.left_out = [
         (accelerator, "backward", backward),
         (accelerator, "clip_grad_norm_", no_norm),

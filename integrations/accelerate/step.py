@@ -23,15 +23,19 @@ class GraphedStepFunction(NotCopied):
         fn: the step.
         accelerator: whose `backward`, optimizers and schedulers `fn` uses.
         loop: what is graphed of this training.
+
+    Attributes:
+        fn, accelerator, loop: as given.
+        name: of the function.
     """
 
     _made_by = "accelerator.graphed_step"
 
     def __init__(self, fn: Callable[..., Any], accelerator: Any, loop: Loop) -> None:
         functools.update_wrapper(self, fn)
-        self._fn = fn
-        self._accelerator = accelerator
-        self._loop = loop
+        self.fn = fn
+        self.accelerator = accelerator
+        self.loop = loop
         loop.patience = 1  # a whole step has met its optimizer
         self.name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -41,13 +45,13 @@ class GraphedStepFunction(NotCopied):
         Returns:
             What the function returns, detached: tensors of their own.
         """
-        if not self._loop.active:
-            quietly(self._loop.report.step_began)
+        if not self.loop.active:
+            quietly(self.loop.report.step_began)
         executes(STEP)
-        loop = self._loop
+        loop = self.loop
         before, loop.within_step = loop.within_step, True
         try:
-            made = self._fn(*args, **kwargs)
+            made = self.fn(*args, **kwargs)
         finally:
             loop.within_step = before
         if loop.active:
@@ -56,8 +60,4 @@ class GraphedStepFunction(NotCopied):
 
     def report(self) -> StepReport:
         """What became of the steps so far, and of the rest of the loop. Prints as a table."""
-        return self._loop.report
-
-    def parts(self) -> tuple[Callable[..., Any], Any, Loop]:
-        """The function, its Accelerator, and what else of this training is graphed."""
-        return self._fn, self._accelerator, self._loop
+        return self.loop.report

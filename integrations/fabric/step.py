@@ -114,7 +114,7 @@ class FabricStep(LossSteps):
         for graph in self._loop.graphs_of(self._fabric_optimizer.optimizer):
             graph.suspend(self)
         problem = _not_whole(self._fabric)
-        if problem is not None or self._program.replication.sharded:
+        if problem is not None or self.program.replication.sharded:
             self._leave(problem)
         return True
 

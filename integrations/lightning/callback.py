@@ -339,13 +339,14 @@ class _AutomaticStep:
 
     def _logs_timed(self) -> AbstractContextManager[None]:
         """Around a plain step that is timed: what Lightning does to log takes as long with graphs."""
-        runner, model = self._runner, self._program.model
+        chooser, model = self._runner.chooser, self._program.model
         log = model.log
 
         def timed(*args: Any, **kwargs: Any) -> None:
             began = time.perf_counter()
             log(*args, **kwargs)
-            quietly(lambda: runner.worked(began - time.perf_counter()))
+            if chooser is not None:
+                quietly(lambda: chooser.worked(began - time.perf_counter()))
 
         return standing_in([(model, "log", timed)])
 
@@ -414,20 +415,18 @@ class _LightningProgram(StepProgram):
         self.loss: Tensor | None = None  # of a forward through `torch.compile`, until its backward
         self._recorder = Recorder()
 
-    def function(self) -> Callable[..., Any]:
-        return MethodType(type(self.model).training_step, self.model)
-
     def running_through(self, call: Call) -> AbstractContextManager[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
         if call is plain_call:
             return nullcontext()
+        training_step = MethodType(type(self.model).training_step, self.model)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._precision.train_step_context():
                 recorder = self._recorder
                 recorder.records.clear()  # of a step that raised
                 with standing_in([(self.model, "log", recorder)]), self.replication.around():
-                    output = call(self.function(), args, kwargs)
+                    output = call(training_step, args, kwargs)
                 self.loss = output.get("loss") if isinstance(output, Mapping) else output
                 records = list(recorder.records)
                 recorder.records.clear()

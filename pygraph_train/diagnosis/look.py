@@ -112,7 +112,7 @@ class _Look:
         self.regions = PhaseRegions(
             engine, _CONFIG, lambda: tensors_of(self._subject.program.model), lambda problem: None, Boundary()
         )
-        self._compiled = CompiledFunction(subject.program.function(), self._backend)
+        self._compiled = CompiledFunction(subject.program.step_fn, self._backend)
         self._parts: list[tuple[_Part, Callable[..., Any]]] = []
         self._called: list[_Part] = []  # in the last call, in order
         self._made = 0  # graphs, in the last call
@@ -170,7 +170,7 @@ class _Look:
         self._returned = False
         with subject.context(), standing_in(subject.left_out):
             if program.by_hand:
-                call(program.function(), subject.args, subject.kwargs)
+                call(program.step_fn, subject.args, subject.kwargs)
             else:
                 loss, _ = program.forward(call, subject.args, subject.kwargs)
                 loss.backward()
@@ -182,9 +182,9 @@ class _Look:
 
     def _raised(self, error: Exception) -> Problem:
         if isinstance(error, TypeError) and self._returned:
-            return Problem(first_line(error), defined_at(self._subject.program.function()))
+            return Problem(first_line(error), defined_at(self._subject.program.step_fn))
         if SECOND_BACKWARD in str(error):
-            return replace(BACKWARD_MADE, where=defined_at(self._subject.program.function()))
+            return replace(BACKWARD_MADE, where=defined_at(self._subject.program.step_fn))
         what = f"the step raises {type(error).__name__}: {first_line(error)}"
         return Problem(what, user_location(error.__traceback__), "Explain a step that runs")
 
@@ -217,7 +217,7 @@ class _Look:
             if (end := part.region.end) is not None:
                 cuts = parts and parts[0] <= k < parts[-1]
                 if program.by_hand:  # its own lines run in Python, and the modules that it calls have graphs
-                    cuts = cuts and not _is_line_of(program.function(), end.where)
+                    cuts = cuts and not _is_line_of(program.step_fn, end.where)
                 if cuts or not self._failed:  # where the step has failed, nobody knows what comes behind
                     (breaks if cuts else beside).append(end)
         graphed = self._settled

@@ -80,6 +80,9 @@ class LossSteps(NotCopied):
         config: options.
         engine: where graphs are made; None makes all steps as they are.
         why_off: why there is no engine, where the options ask for one.
+
+    Attributes:
+        program: as given.
     """
 
     apart: StepsByHand | None = (
@@ -96,7 +99,7 @@ class LossSteps(NotCopied):
         engine: Engine | None,
         why_off: str = NO_DEVICE,
     ) -> None:
-        self._program = program
+        self.program = program
         self._report = surely(StepReport, SETTING_UP) if self.apart is None else self.apart.loop.report
         self._boundary = Boundary(self._report.failed, self._let_go)
         self._pending = False
@@ -109,11 +112,6 @@ class LossSteps(NotCopied):
             self._runner = arranged(
                 lambda: PhaseRunner(program, config, engine, self._report), self._report.failed
             )
-
-    @property
-    def program(self) -> LossProgram:
-        """What a step is."""
-        return self._program
 
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""
@@ -148,7 +146,7 @@ class LossSteps(NotCopied):
         )
 
     def _make_by_runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
-        program = self._program
+        program = self.program
         if self._after_first is not None:
             self._second_step(self._after_first)
         updates = update and program.optimizer is not None
@@ -179,7 +177,7 @@ class LossSteps(NotCopied):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool, counts: bool = True
     ) -> Any:
         """Make one step that has no graph: what the user's own loop would do. Hot path."""
-        program = self._program
+        program = self.program
         if counts:
             try:  # as `quietly`, which is called
                 if self._runner is not None:
@@ -255,9 +253,6 @@ class LossProgram(StepProgram):
     def nothing_but_steps(self) -> bool:
         """Whether backward and update are those of torch: nothing is scaled or clipped."""
         return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
-
-    def function(self) -> Callable[..., Any]:
-        return self.step_fn
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The loss, and all that the function returns."""

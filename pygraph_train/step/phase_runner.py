@@ -110,11 +110,11 @@ class PhaseRunner(Driver):
                 self._prepare()
             if first:
                 return function.first(partial(run, call))
-            if not timing:
+            if chooser is None or not timing:
                 return run(call)
             began = time.perf_counter()
             made = run(call)
-            quietly(lambda: self.worked(time.perf_counter() - began, 1))
+            quietly(lambda: chooser.worked(time.perf_counter() - began, 1))
             return made
         finally:
             _turn.release()
@@ -123,11 +123,6 @@ class PhaseRunner(Driver):
     def timing(self) -> bool:
         """Whether the present step is a plain one that is timed."""
         return self.chooser is not None and self.chooser.timing and not self._function.regions.closed
-
-    def worked(self, seconds: float, calls: int = 0) -> None:
-        """See `Chooser.worked`; seconds below zero for what no graph replaces."""
-        if self.chooser is not None:
-            self.chooser.worked(seconds, calls)
 
     def _prepare(self) -> None:
         """From now on, updates run with the kernels that graphs hold."""
