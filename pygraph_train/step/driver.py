@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -45,6 +44,7 @@ class Driver:
     Args:
         config: options.
         report: filled while running.
+        rest: a method of this object, called when the library has failed too often: it lets go of graphs.
         left: how many further steps there will be, infinity where nobody knows.
         even: whether all batches have the same number of rows.
 
@@ -63,11 +63,12 @@ class Driver:
         self,
         config: PyGraphConfig,
         report: StepReport,
-        left: Callable[[], float] = lambda: math.inf,
-        even: Callable[[], bool] = lambda: False,
+        rest: Callable[[], object],
+        left: Callable[[], float],
+        even: Callable[[], bool],
     ) -> None:
         self.config, self.report, self.left, self.even = config, report, left, even
-        self.boundary = Boundary(report.failed, _weakly(self.release, None))
+        self.boundary = Boundary(_weakly(self.tell, None), _weakly(rest, None))
         self.engine: Engine | None = None
         self.chooser: Chooser | None = None
         self.steps = self.replays = self.reasons = 0

@@ -86,7 +86,7 @@ class Loop(Driver):
         left: Callable[[], float] = lambda: math.inf,
         even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, surely(LoopReport, SETTING_UP), left, even)
+        super().__init__(config, surely(LoopReport, SETTING_UP), self.release, left, even)
         self._calls: Living[ModuleCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
         self._taken: Living[nn.Module] = Living()

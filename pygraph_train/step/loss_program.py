@@ -85,9 +85,7 @@ class LossSteps(NotCopied):
         program: as given.
     """
 
-    apart: StepsByHand | None = (
-        None  # makes the steps of a sharded model, which has graphs of its parts alone
-    )
+    apart: StepsByHand | None = None  # makes steps of a sharded model, whose parts alone have graphs
     _runner: PhaseRunner | None = None
     _after_first: AfterFirstStep | None = None
     _at_rest = False  # every further step is nothing but a plain one

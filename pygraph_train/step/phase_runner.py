@@ -59,7 +59,7 @@ class PhaseRunner(Driver):
         left: Callable[[], float] = lambda: math.inf,
         even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, report, left, even)
+        super().__init__(config, report, self.give_up, left, even)
         self.begin_with(engine)
         self._program = program
         self._update: OptimizerGraph | None = None
