@@ -419,6 +419,9 @@ class CompiledFunction:
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        code = None if fn is self.fn else getattr(fn, "__code__", None)
+        if code is not None:  # of a copy: Dynamo keeps it and its graphs for ever
+            weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, code).atexit = False
         self._compiled = torch.compile(fn, backend=self._backend, **self._options)
         return self._compiled
 
@@ -472,10 +475,6 @@ class CompiledModule(CompiledFunction):
 
     def __init__(self, backend: Callable[..., Any], *, within: bool = False, **options: Any) -> None:
         super().__init__(_traced_forward if within else _traced_call, backend, **options)
-
-    def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, fn.__code__).atexit = False
-        return super()._compile(fn)
 
 
 call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
