@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
 import traceback
 import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -75,20 +75,21 @@ def defined_at(function: object) -> str | None:
 
 
 def user_location(tb: types.TracebackType | None = None) -> str | None:
-    """`file:line` of the innermost frame of user code.
-
-    Args:
-        tb: the traceback to search; None searches the current call stack.
-    Returns:
-        None if no frame belongs to the user.
-    """
-    innermost_first: Iterable[tuple[types.FrameType, int]]
-    frame = sys._getframe(1)
-    innermost_first = traceback.walk_stack(frame) if tb is None else reversed(list(traceback.walk_tb(tb)))
-    for frame, line in innermost_first:
-        if _is_user_code(frame):
-            return f"{frame.f_code.co_filename}:{line}"
+    """`file:line` of the innermost frame of user code in a traceback, or in the present stack; None without one."""
+    stack = traceback.walk_stack(sys._getframe(1)) if tb is None else reversed(list(traceback.walk_tb(tb)))
+    for frame, line in stack:
+        if (traced := _traced_from(frame, line)) is not None or _is_user_code(frame):
+            return traced or f"{frame.f_code.co_filename}:{line}"
     return None
+
+
+def _traced_from(frame: types.FrameType, line: int) -> str | None:
+    """`file:line` of the user's code that a line of a trace stands for, None in other code."""
+    graph = getattr(frame.f_locals.get("self"), "graph", None)
+    if graph is None or not (path := frame.f_code.co_filename).startswith("<eval_with_key>"):
+        return None
+    name = linecache.getline(path, line, frame.f_globals).partition(" = ")[0].strip()
+    return user_line_in(next((n.meta.get("stack_trace") for n in graph.nodes if n.name == name), None))
 
 
 def _is_user_code(frame: types.FrameType) -> bool:

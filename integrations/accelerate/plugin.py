@@ -70,7 +70,6 @@ _ARGUMENTS: tuple[tuple[type, str], ...] = (
 _INDUCTOR_MODES = (None, "default", "reduce-overhead")
 """Modes of a user's own Inductor that graphs with its kernels stand in for; they have no autotuning modes."""
 
-
 _UNATTACHED = (
     "a PyGraph() was made, but no Accelerator uses it. accelerate.Accelerator has no argument plugins=: "
     "write pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"

@@ -35,7 +35,6 @@ _TWICE = (
     "steps: this one does nothing. Keep one of them"
 )
 
-
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
 """Optimizers of trainings that have such a callback."""
 

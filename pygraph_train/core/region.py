@@ -469,7 +469,7 @@ class PhaseRegion:
         return len({tuple(part for part in key if isinstance(part, tuple)) for *_, key in self.slots})
 
     def _stays_plain(self, why: Problem) -> None:
-        self.reason = why.reason
+        self.reason, self.where = why.reason, why.where or self.where
         if self.votes is not None and self.calls:  # else it is so in all processes
             self.votes.leave(APART)
         self.counts &= not self.inference or torch.is_grad_enabled()  # a teacher's is no forward of the step

@@ -16,7 +16,7 @@ class RegionRecord:
     Attributes:
         name: phase and number, as in "forward 2".
         phase: "forward", "backward" or "inference"; "function" where nothing was compiled.
-        where: `file:line` of the first user code in it.
+        where: `file:line` of the first user code in it, or of what `reason` is about.
         decision: "warming up", "graph" or "plain".
         reason: why, in words.
         captures, replays, plain_runs: how often.

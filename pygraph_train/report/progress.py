@@ -12,10 +12,8 @@ from pygraph_train.plans import NOTHING, Phase, Plan
 RECENT = 16
 """The plan that runs is the most frequent one of so many steps."""
 
-
 _MOST_ROWS = 6
 """Of steps in a row, which are kept: with changing shapes there are thousands of them."""
-
 
 _ALL = tuple(Phase)
 

@@ -41,7 +41,6 @@ present_backward: Callable[[], int] = private("torch._C._current_graph_task_id")
 at_end_of_backward: Callable[..., None] = private("torch.autograd.Variable._execution_engine.queue_callback")
 """Have something called when the present backward has ended without an exception. (2.11 to 2.15)"""
 
-
 transforms: Callable[[], int] = private("torch._C._functorch.get_dynamic_layer_stack_depth")
 end_transform: Callable[[], object] = private("torch._C._functorch.pop_dynamic_layer_stack")
 """How many transforms of `torch.func` are active, and what ends the innermost one. (2.11 to 2.15)"""

@@ -248,6 +248,30 @@ def test_explain_names_the_line_and_changes_nothing() -> None:
     assert torch.equal(random_state, torch.get_rng_state()) and model.first.weight.grad is None
 
 
+def noisy(x: Tensor) -> Tensor:
+    bound = torch.tensor(x.shape[1]).sqrt()
+    return x + torch.empty_like(x).uniform_(-1, bound)  # reads the bound, as NEFTune does
+
+
+@pytest.mark.passes_without_graphs("no graph has to run")
+@pytest.mark.quick
+def test_a_reason_names_the_line_that_was_traced() -> None:
+    """And not the first line of the part that a capture is made of."""
+    model = Net()
+
+    def step_fn(batch: Any) -> Tensor:
+        x = batch[0] * 2
+        return cross_entropy(model(noisy(x)), batch[1])
+
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "forward": "on"}
+    with GraphedStep(step_fn, model=model, optimizer=adamw(model), **options) as step:
+        for batch in batches(8):
+            step(batch)
+        (told,) = step.report().to_dict()["fallbacks"]
+    (obstacle,) = explain(step_fn, batch, model=model, optimizer=adamw(model)).to_dict()["obstacles"]
+    assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + 2}"
+
+
 def test_the_report_is_plain_data_and_says_what_ran() -> None:
     model = Net()
     step = GraphedStep(
