@@ -104,8 +104,9 @@ class Progress:
 
     @property
     def plan(self) -> Plan:
-        """What the last steps ran from."""
-        return max(reversed(self.recent), key=self.recent.count, default=NOTHING)
+        """What the last steps ran from: in a short run the later half of them."""
+        latest = [*self.recent][0 if len(self.recent) == RECENT else len(self.recent) // 2 :]
+        return max(reversed(latest), key=latest.count, default=NOTHING)
 
     @classmethod
     def of(cls, parts: Iterable[Progress]) -> Progress:

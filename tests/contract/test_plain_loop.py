@@ -272,6 +272,20 @@ def test_a_reason_names_the_line_that_was_traced() -> None:
     assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + 2}"
 
 
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(2, 7), (3, 8)])
+@pytest.mark.quick
+def test_the_report_of_a_short_run_tells_of_its_last_steps(warmup_steps: int, steps: int) -> None:
+    """Its first ones, which come before graphs, are not outnumbered yet."""
+    model = Net()
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": warmup_steps, "forward": "on"}
+    with GraphedStep(loss_of(model), model=model, optimizer=adamw(model), **options) as step:
+        for batch in batches(steps):
+            step(batch)
+        told = step.report().to_dict()
+    assert told["steps_from_graphs"] >= 1
+    assert told["running_plan"] == "{F} {B} {O}" and "run without a graph" not in told["headline"], told
+
+
 def test_the_report_is_plain_data_and_says_what_ran() -> None:
     model = Net()
     step = GraphedStep(
