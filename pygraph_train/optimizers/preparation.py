@@ -429,8 +429,8 @@ class OptimizerPreparation:
     def what_changed(self) -> Problem:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
         return outside_of_graphs(
-            "a hyperparameter other than the learning rate, or the memory of a learning rate or of the optimizer's "
-            "state, changes again and again",
+            "its set of parameters, a hyperparameter other than the learning rate, or the memory of a learning rate or "
+            "of the optimizer's state, changes again and again",
             fix=advice_on_numbers(self._optimizer),
         )
 

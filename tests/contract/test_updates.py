@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from .compare import Run, compare, same_as_plain
+from pygraph_train import GraphedStep
+
+from .compare import ENGINE, Run, compare, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 SCHEDULES: dict[str, Any] = {
@@ -242,6 +244,23 @@ def test_parameter_groups_change_in_mid_run(run: Run) -> None:
         if number == 22:
             optimizer.add_param_group({"params": model.late.parameters(), "lr": 1e-3})
         step(*batch)
+
+
+@pytest.mark.quick
+def test_an_optimizer_that_gets_parameters_again_and_again_is_told_so() -> None:
+    """As layers thaw one by one. None of them has moved."""
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    model[:5].requires_grad_(False)
+    optimizer = adamw(model[5])
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "forward": "on"}
+    with GraphedStep(loss_of(model), model=model, optimizer=optimizer, **options) as step:
+        for number, batch in enumerate(batches(48)):
+            if number and number % 8 == 0:
+                model[5 - number // 8].requires_grad_(True)
+                optimizer.add_param_group({"params": model[5 - number // 8].parameters()})
+            step(batch)
+        (told,) = step.report().to_dict()["fallbacks"]
+    assert "set of parameters" in told["reason"] and "addresses" not in told["reason"]
 
 
 @pytest.mark.parametrize(
