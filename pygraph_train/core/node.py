@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import NONE, Routes, Slot, gradient_of
+from pygraph_train.core.recording import NONE, Slot, gradient_of
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
 from pygraph_train.torch_private.phases import (
+    accumulation_hooks_of,
     add_all,
     at_end_of_backward,
     backward_keeps_graph,
@@ -123,11 +124,7 @@ class Delivery:
             add_all(old, new)
 
     def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> bool:
-        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move. Hot path.
-
-        Returns:
-            Whether no parameter has a gradient.
-        """
+        """Move gradients out of `found`, which a replay overwrites; whether no parameter has any. Hot path."""
         if NONE.issuperset(map(gradient_of, parameters)):
             return True
         moved: list[Tensor] = []
@@ -235,21 +232,14 @@ class _Replay(torch.autograd.Function):
     """Its inputs lead to gradients; a leaf of ours stands for all parameters whose gradients are delivered."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: tuple[Slot, Sequence[Any], Delivery, Routes, Way | None, list[Any]],
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        slot, given, delivery, routes, way, made = call  # one argument: torch looks at each of them in Python
+    def forward(ctx: Any, call: tuple[Any, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        slot, given, delivery, routes, way, ctx.beside, made = call  # torch looks at each argument in Python
         token = Token()
         ctx.stream = _stream_of(slot)
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
         ctx.delivered, ctx.returned, parameters = routes
         ctx.parameters, ctx.way = parameters(given), way
-        ctx.beside = ()
-        if ctx.returned:  # parameters with hooks may be among them
-            ctx.beside = [(k, t) for k, t in zip(ctx.returned, inputs, strict=False) if t.is_leaf]
         ctx.lent = list(map(given.__getitem__, slot.lent))
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
@@ -371,7 +361,6 @@ def replay(
 
     Args:
         slot: no backward of it is pending.
-        given: the inputs.
         delivery: of the loop.
         of: the positions of the inputs whose gradients it delivers. Autograd gets the gradients of the others.
         leads: whether autograd leads to the former as well, for backwards that deliver nothing.
@@ -380,6 +369,11 @@ def replay(
         return list(slot.replay_forward(given, Token()))
     delivered, returned, parameters = routes = slot.routes(of)
     inputs, way = [given[slot.leads[k]] for k in returned] if returned else [], None
+    beside = [(k, t) for k, t in zip(returned, inputs, strict=True) if t.is_leaf] if returned else []
+    hooked = [k for k, t in beside if hooks_of(t) or accumulation_hooks_of(t)] if beside else []
+    for k in reversed(slot.order) if len(hooked) > 1 else ():
+        if k in hooked:  # of two views, autograd goes on to the later one first
+            inputs[returned.index(k)] = given[slot.leads[k]].view_as(given[slot.leads[k]])
     if delivered:
         if leads:
             if (way := slot.ways.get(of)) is None:
@@ -387,7 +381,7 @@ def replay(
             inputs.append(way.tensor)
         inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])
     made: list[Any] = []
-    differ = _Replay.apply((slot, given, delivery, routes, way, made), *inputs)
+    differ = _Replay.apply((slot, given, delivery, routes, way, beside, made), *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made

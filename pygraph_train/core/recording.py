@@ -139,10 +139,12 @@ class RegionCall:
         recorded: whether forward and backward come from graphs.
         stay: positions in `leads` of parameters whose gradients autograd gets as they lie.
         adds: whether a backward adds gradients of parameters to what lies at their places.
+        order: positions in `leads` as autograd has put their gradients in place.
     """
 
     recorded = True
     adds = False
+    order: Sequence[int] = ()
     _asked, _agreed = 0, True  # the generation whose backward was voted on last, and how
     stay: frozenset[int] = frozenset()
     differ: list[int]
@@ -450,7 +452,10 @@ class RecordedRegion(RegionCall):
     def _run_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         leads = [self._static[i] for i in self.leads]
         outputs = [self._outputs[i] for i in seeds]
-        self._activations.given_up = self.gives_up
+        self._activations.given_up, self.order = self.gives_up, (order := [])
+        told = [
+            t.register_post_accumulate_grad_hook(lambda _, k=k: order.append(k)) for k, t in enumerate(leads)
+        ]
         try:
             placing = self.region.owner.placing(self._keys, leads, adds=self.adds)
             with self.region.as_in_backwards(), placing as found:
@@ -461,6 +466,8 @@ class RecordedRegion(RegionCall):
             return [received(g) for g in found]
         finally:
             self._activations.given_up = False
+            for hook in told:
+                hook.remove()
 
     def _load(self, given: Sequence[Any]) -> None:
         if not self._moving:

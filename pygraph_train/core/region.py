@@ -1021,7 +1021,7 @@ _SAVED_TENSORS_HOOKS = Problem(
 )
 _HOOKED = Problem(
     "a part of the step runs without a graph: its parameters have hooks, which may talk to other processes, and a "
-    "replay calls them in another order",
+    "replay calls them at another time",
     fix="Remove the hooks, or nothing",
 )
 _TOO_MANY = Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -528,6 +529,30 @@ def test_hooks_of_modules_parameters_and_tensors_are_called(run: Run) -> None:
         out = model(x)
         out.register_hook(lambda gradient: called.append(["tensor", gradient.norm().item()]))
         return cross_entropy(out, y)
+
+    trains(run, model, step_fn)
+    run.note("called", called)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@same_as_plain(replays=12)
+def test_hooks_of_parameters_draw_random_numbers(run: Run, parts: int) -> None:
+    """So it matters which of them is called first: noise on gradients, as for privacy."""
+    model, called = Net(), []
+
+    def noisy(name: str, gradient: Tensor) -> Tensor:
+        called.append(name)
+        return gradient + 1e-3 * torch.randn_like(gradient)
+
+    for name, p in model.named_parameters():
+        if name != "norm.bias":  # whose gradient is delivered as ever
+            p.register_hook(functools.partial(noisy, name))
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.relu(model.norm(model.first(x)))
+        if parts == 2:
+            torch._dynamo.graph_break()
+        return cross_entropy(model.second(model.dropout(hidden)), y)
 
     trains(run, model, step_fn)
     run.note("called", called)
