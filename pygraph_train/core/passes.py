@@ -524,6 +524,8 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
         target = node.target
         if (name := _name(node)) in _OBSTACLES:
             why = why or f"it gives a tensor other memory ({name})"
+        elif eager and name == "_saved_tensors_hooks_disable":  # a recording has hooks
+            why = why or "eager kernels cannot compute derivatives of torch.func in a graph"
         if not eager or node.op != "call_function":
             continue
         if name in _RECURRENT and len(node.args) == 9 and all(node.args[5:7]):  # it draws masks

@@ -513,6 +513,23 @@ def test_derivatives_inside_of_the_step(run: Run, penalty: Any) -> None:
     trains(run, model, lambda x, y: cross_entropy(model(x), y) + penalty(model, x).square().mean())
 
 
+@pytest.mark.passes_without_graphs("the step differentiates inside")
+@pytest.mark.quick
+def test_derivatives_of_torch_func_are_the_reason_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """And not the traceback of an attempt, whose error asks for an issue at PyTorch."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "forward": "on"}
+
+    def step_fn(batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1]) + nested(model, batch[0]).square().mean()
+
+    with GraphedStep(step_fn, model=model, optimizer=adamw(model), **options) as step:
+        for batch in batches(8):
+            step(batch)
+        (told,) = step.report().to_dict()["fallbacks"]
+    assert "derivatives of torch.func" in told["reason"] and "Traceback" not in capfd.readouterr().err
+
+
 @same_as_plain(refused="hooks of Python have to be called")
 def test_hooks_of_modules_parameters_and_tensors_are_called(run: Run) -> None:
     model, called = Net(), []
