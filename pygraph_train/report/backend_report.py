@@ -51,10 +51,10 @@ class BackendReport(Printed):
     def headline(self) -> str:
         replays, plain = (sum(getattr(r, name) for r in self.regions) for name in ("replays", "plain_runs"))
         notes = "".join(f" {note[0].upper()}{note[1:]}." for note in self.notes)
-        return (
-            f"{replays} of {replays + plain} runs of compiled forwards and backwards came from graphs."
-            + notes
-        )
+        if not self.regions and not self.notes:
+            notes = " Dynamo finds no graph so far: TORCH_LOGS=graph_breaks says where it breaks them."
+        told = "runs of compiled forwards and backwards came from graphs"
+        return f"{replays} of {replays + plain} {told}.{notes}"
 
     def rows(self) -> list[tuple[str, str]]:
         return [

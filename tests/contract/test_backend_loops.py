@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import pygraph_train
+import pygraph_train.backend
 
-from .compare import Run, same_as_plain
+from .compare import ENGINE, Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy
 
 
@@ -145,6 +146,27 @@ def test_what_cannot_be_compiled_runs_as_it_is(run: Run) -> None:
         for number, (x, y) in enumerate(run.each(batches(8))):
             model.exponent = 2 + number % 3
             cross_entropy(compiled(x), y).backward()
+
+
+@pytest.mark.passes_without_graphs("Dynamo has none")
+def test_a_model_without_any_graph_is_told_where_to_look() -> None:
+    """A recurrent layer breaks the graph of the model around it, and a loop all others."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(self.cell(x[:, None])[0] for _ in range(2))
+
+    torch.compiler.reset()
+    pygraph_train.backend.reset()
+    compiled = torch.compile(Recurrent(), backend="pygraph", options={"engine": ENGINE})
+    for x, _ in batches(6):
+        compiled(x).sum().backward()
+    told = pygraph_train.backend.report()
+    assert not told.regions and "graph_breaks" in told.headline()
 
 
 def test_a_wrong_option_is_named_at_once() -> None:
