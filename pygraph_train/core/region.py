@@ -134,6 +134,7 @@ class PhaseRegions:
         parts: in the present step, calls of regions.
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
+        caller: the id of the module that is called.
         divided, refused: whether graphs have DTensors, and whether one of these may not be recorded.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
@@ -170,6 +171,7 @@ class PhaseRegions:
         self.seconds, self.sizes = 0.0, ""
         self.several = several_processes()
         self.end: Problem | None = None
+        self.caller = 0
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
@@ -980,20 +982,22 @@ class SharedGraph:
     Attributes:
         shared: the region that was made with the graph.
         first: position of the parameter that tells modules apart, None without one.
-        regions: by the id of that parameter.
+        regions: by the id of that parameter, or of the module whose parameters are gathered.
     """
 
     kind: type[PhaseRegion] = PhaseRegion
 
     def __init__(self, owner: PhaseRegions, gm: GraphModule, examples: Sequence[Any]) -> None:
         self.shared = self.kind(owner, gm, examples)
-        stay = owner.lent is None  # gathered parameters may be others in each call
-        self.first = next((i for i, t in enumerate(examples) if stay and isinstance(t, nn.Parameter)), None)
+        self.first = next((i for i, t in enumerate(examples) if isinstance(t, nn.Parameter)), None)
         self.regions: dict[int | None, PhaseRegion] = {}
 
     def __call__(self, *given: Any) -> Any:
         """Run it. Hot path."""
+        owner = self.shared.owner
         key = None if self.first is None else id(given[self.first])
+        if owner.lent is not None:  # gathered parameters may be others in each call
+            key = owner.caller
         region = self.regions.get(key)
         return (self.region_of(key, given) if region is None else region)(*given)
 

@@ -159,8 +159,7 @@ class Driver:
         """
         report, chooser = self.report, self.chooser
         replays = plain = parts = 0
-        for call in calls:
-            r = call.regions
+        for r in dict.fromkeys(call.regions for call in calls):  # blocks share them
             replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
         missed = chooser is not None and chooser.misses(parts)
         graphed = replays > 0 and not plain and not missed

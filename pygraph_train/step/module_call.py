@@ -35,8 +35,8 @@ class ModuleCall(TracedCall):
     Args:
         module: called like this from now on, until `remove`.
         regions: its graphs.
+        compiled: calls it, and others of its kind.
         even: see `Sizes`.
-        **compile_options: further arguments of `torch.compile`.
 
     Attributes:
         within: whether hooks stay outside of graphs, which gather parameters.
@@ -52,14 +52,13 @@ class ModuleCall(TracedCall):
         self,
         module: nn.Module,
         regions: PhaseRegions,
+        compiled: CompiledModule,
         even: Callable[[], bool],
-        **compile_options: Any,
     ) -> None:
         super().__init__(module, regions, even)
         self.within = regions.lent is not None
         self._call = type(module).forward if self.within else call_impl
-        self._compiled = CompiledModule(regions, within=self.within, **compile_options)
-        self._compiled.around = self._sizes.dynamic
+        self._compiled = compiled
         self._called = self.paused = False
         self.calls = self.held = 0
         self.graded = self.without = self.steady = 0
@@ -98,11 +97,12 @@ class ModuleCall(TracedCall):
             self._called = True
             quietly(lambda: self._sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
-        if self.regions.refused or is_transformed() or not self.may_replay():
+        regions, compiled = self.regions, self._compiled
+        if regions.refused or regions.closed or is_transformed() or not self.may_replay():
             return done(self._plainly(args, kwargs))
         self.calls += 1
-        self.regions.end = None
-        self._compiled.patience = self.patience
+        regions.end, regions.caller = None, id(self._model)
+        compiled.patience, compiled.around = self.patience, self._sizes.dynamic
         return done(self._compiled(self._model, args, kwargs))
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -453,14 +454,16 @@ def blocks_by_hand(
     bf16: bool = False,
     reshard: bool = True,
     frozen: bool = False,
+    wider: int = 0,
     mesh: tuple[int, ...] = (2,),
     steps: int = 32,
     trap: str = "",
     fails: str = "",
 ) -> None:
     """A transformer whose blocks are sharded with FSDP2; the step makes backward and update itself."""
-    blocks = [Block(6) for _ in range(3)]
-    model = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 3))
+    blocks = [Block(6), Block(6), Block(6 + wider)]
+    joint = [nn.Linear(6, 6 + wider)] if wider else []
+    model = nn.Sequential(nn.Linear(6, 6), *blocks[:2], *joint, blocks[2], nn.Linear(6 + wider, 3))
     if frozen:
         blocks[1].inner.requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
@@ -468,7 +471,7 @@ def blocks_by_hand(
     for module in (*blocks, model):
         fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
-    optimizer = adamw(model)
+    optimizer, graphs = adamw(model), counters["stats"]["unique_graphs"]
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         model.set_requires_gradient_sync(update)
@@ -492,6 +495,9 @@ def blocks_by_hand(
                 with torch.no_grad():
                     run.note("evaluation", model.eval()(x))
                 model.train()
+    if run.ours and not (frozen or trap or fails):
+        kinds = 1 + bool(wider)
+        assert counters["stats"]["unique_graphs"] == graphs + kinds, "blocks of a kind share the trace"
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, by_hand: bool) -> Callable[..., Tensor]:

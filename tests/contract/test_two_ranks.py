@@ -143,6 +143,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "accumulated in bf16": {"accumulate": 2, "bf16": True},
     "kept between forward and backward": {"reshard": False},
+    "of two widths": {"wider": 2},
     "partly frozen": {"frozen": True},
     "hybrid": {"mesh": (2, 1)},
     "another shape on one rank, and state is loaded": {"trap": "another shape"},
