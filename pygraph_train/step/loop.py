@@ -21,7 +21,6 @@ from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely, 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
-from pygraph_train.core.region import PhaseRegions
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop
 from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
@@ -33,10 +32,9 @@ from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.chooser import Chooser
 from pygraph_train.step.driver import Driver
 from pygraph_train.step.living import Living
-from pygraph_train.step.module_call import ModuleCall
+from pygraph_train.step.module_call import ModuleCall, ModuleKind
 from pygraph_train.step.rounds import Rounds
 from pygraph_train.step.traced_call import compiled_part
-from pygraph_train.torch_private.stock_dynamo import CompiledModule
 
 _NO_OPTIMIZER = 20
 """Steps without an optimizer after which the report says that there is none."""
@@ -168,17 +166,15 @@ class Loop(Driver):
             given = {"delivers": not replication.shared, "lent": self._lent if replication.blocks else None}
             # a forward that somebody has put in the place of the class's, we among them, stays
             blocks = [b for b in replication.blocks if "forward" not in vars(b)]
-            known: dict[Any, tuple[PhaseRegions, CompiledModule]] = {}
+            known: dict[Any, ModuleKind] = {}
             for part in blocks if replication.blocks else [module]:
                 self._taken.add(part)
                 kind = type(part), *(p.shape for p in part.parameters())
-                if kind not in known:  # blocks of a kind share the traces
+                if kind not in known:
                     regions = self.regions_of(module, self.tell, config, leads=True, inference=True, **given)
                     regions.votes = self._votes
-                    traced = CompiledModule(regions, within=regions.lent is not None, **options)
-                    traced.modules = max(1, len(blocks))
-                    known[kind] = regions, traced
-                call = ModuleCall(part, *known[kind], self.even)
+                    known[kind] = ModuleKind(regions, **options)
+                call = ModuleCall(part, known[kind], self.even)
                 if self.chooser is not None:
                     call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
                 self._calls.add(call)

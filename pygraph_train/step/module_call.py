@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from pygraph_train.parallel.votes import APART
 from pygraph_train.problems import Problem
 from pygraph_train.step.traced_call import TracedCall
 from pygraph_train.torch_private.phases import is_transformed
-from pygraph_train.torch_private.stock_dynamo import CompiledModule, call_impl, call_of, set_call_of
+from pygraph_train.torch_private.stock_dynamo import CompiledModule, call_impl, call_of, set_call_of, traces
+
+R = TypeVar("R")
 
 _STEADY = 8
 """Steps in a row that call a module without gradients, after which such a call is a part of the step: a teacher's, or
@@ -27,6 +30,37 @@ _OFTEN = 2
 """Times as many calls as with gradients: more of them generate a text, word by word."""
 
 
+_ALIKE = 2
+"""Modules of a kind for which one function was traced, after which others have a function of their own: Dynamo asks the
+guards of one trace after the other.
+"""
+
+
+class ModuleKind:
+    """What modules of one class and the same shapes share: their graphs, and traces that serve several of them.
+
+    Args:
+        regions: the graphs.
+        **options: further arguments of `torch.compile`.
+
+    Attributes:
+        regions: as given.
+        within: whether hooks stay outside of graphs, which gather parameters.
+    """
+
+    def __init__(self, regions: PhaseRegions, **options: Any) -> None:
+        self.regions, self.within = regions, regions.lent is not None
+        self._new = functools.partial(CompiledModule, regions, within=self.within, **options)
+        self._shared, self._traced = self._new(), 0
+
+    def first(self, call: Callable[[CompiledModule], R]) -> tuple[CompiledModule, R]:
+        """Make the first call of one of them through the function that calls it from now on."""
+        compiled, before = self._shared if self._traced < _ALIKE else self._new(), traces()
+        made = call(compiled)
+        self._traced += traces() != before
+        return compiled, made
+
+
 class ModuleCall(TracedCall):
     """Calls a module through `torch.compile` where that is a part of each training step, and as it is otherwise.
 
@@ -34,12 +68,11 @@ class ModuleCall(TracedCall):
 
     Args:
         module: called like this from now on, until `remove`.
-        regions: its graphs.
-        compiled: calls it, and others of its kind.
+        kind: what it shares with others.
         even: see `Sizes`.
 
     Attributes:
-        within: whether hooks stay outside of graphs, which gather parameters.
+        within: as of its kind.
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile` in the present step.
         held: so many further calls with gradients run it as it is.
@@ -51,21 +84,20 @@ class ModuleCall(TracedCall):
     def __init__(
         self,
         module: nn.Module,
-        regions: PhaseRegions,
-        compiled: CompiledModule,
+        kind: ModuleKind,
         even: Callable[[], bool],
     ) -> None:
-        super().__init__(module, regions, even)
-        self.within = regions.lent is not None
+        super().__init__(module, kind.regions, even)
+        self._kind, self.within = kind, kind.within
         self._call = type(module).forward if self.within else call_impl
-        self._compiled = compiled
+        self._compiled: CompiledModule | None = None  # until the first call that Dynamo traces
         self._called = self.paused = False
         self.calls = self.held = 0
         self.graded = self.without = self.steady = 0
         self.spent: list[float] = []
         self._hooks: list[int] = []  # how many there were in each call that ran as it is
         set_call_of(module, self, within=self.within)
-        weakref.finalize(self, regions.let_go).atexit = False
+        weakref.finalize(self, kind.regions.let_go).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
@@ -97,13 +129,19 @@ class ModuleCall(TracedCall):
             self._called = True
             quietly(lambda: self._sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
-        regions, compiled = self.regions, self._compiled
+        regions = self.regions
         if regions.refused or regions.closed or is_transformed() or not self.may_replay():
             return done(self._plainly(args, kwargs))
         self.calls += 1
         regions.end, regions.caller = None, id(self._model)
+        if self._compiled is None:
+            self._compiled, made = self._kind.first(lambda compiled: self._through(compiled, args, kwargs))
+            return done(made)
+        return done(self._through(self._compiled, args, kwargs))
+
+    def _through(self, compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled.patience, compiled.around = self.patience, self._sizes.dynamic
-        return done(self._compiled(self._model, args, kwargs))
+        return compiled(self._model, args, kwargs)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1

@@ -150,7 +150,6 @@ def _prepare_trace() -> None:
         # these tell something in the first step only, which is not traced (transformers)
         told_once = {getattr(logging.Logger, name, None) for name in ("warning_once", "info_once")} - {None}
         settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | told_once}
-        settings["recompile_limit"] = config.recompile_limit * _here.called[-1].modules
         known = {name: value for name, value in settings.items() if hasattr(config, name)}
         changes = ExitStack()
         changes.enter_context(config.patch(known))
@@ -410,11 +409,10 @@ class CompiledFunction:
         patience: seconds after which a call with a trace begins no further one; 0 where it may begin none.
         given: its arguments in the present call.
         around: gives a context for its traces, called with its arguments.
-        modules: how many modules it calls, each of which may take a trace of its own.
     """
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
-        self.fn, self.patience, self.growing, self.modules = fn, math.inf, Growing(), 1
+        self.fn, self.patience, self.growing = fn, math.inf, Growing()
         self.given: tuple[Any, ...] = ()
         self.around: Callable[..., Any] = lambda *given: nullcontext()
         self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
