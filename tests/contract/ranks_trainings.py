@@ -495,7 +495,9 @@ def blocks_by_hand(
                 with torch.no_grad():
                     run.note("evaluation", model.eval()(x))
                 model.train()
-    if run.ours and not (frozen or trap or fails):
+    if run.ours and not (
+        bf16 or frozen or trap or fails
+    ):  # torch 2.15 breaks the graph of such a block in bf16
         kinds = 1 + bool(wider)
         assert counters["stats"]["unique_graphs"] == graphs + kinds, "blocks of a kind share the trace"
 
