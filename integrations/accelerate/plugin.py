@@ -37,7 +37,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
@@ -301,7 +301,7 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             if (
                 not kwargs
                 and self.scaler is None
-                and loop.made_backward(loss, self.gradient_accumulation_steps)
+                and tried(functools.partial(loop.made_backward, loss, self.gradient_accumulation_steps))
             ):
                 return
             kwargs = loop.ends_of(loss, **kwargs)

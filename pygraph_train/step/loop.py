@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely, tried
+from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
@@ -222,7 +222,7 @@ class Loop(Driver):
 
     def made_backward(self, loss: Any, by: float) -> bool:
         """See `made_directly`."""
-        return self.active and not self.over and tried(partial(made_directly, loss, by))
+        return self.active and not self.over and made_directly(loss, by)
 
     def ends_of(self, loss: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Keyword arguments for `loss.backward`, which was called with these: without any, those of `leaves_of`."""
