@@ -159,12 +159,13 @@ class Driver:
         """
         report, chooser = self.report, self.chooser
         replays = plain = parts = 0
-        for r in dict.fromkeys(call.regions for call in calls):  # blocks share them
+        for call in calls:
+            r = call.regions
             replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
+            r.replays = r.plain = r.parts = 0  # blocks share them
         missed = chooser is not None and chooser.misses(parts)
         graphed = replays > 0 and not plain and not missed
         for call in calls:
-            call.regions.replays = call.regions.plain = call.regions.parts = 0
             call.regions.report_to(report, self.steps)
             call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
             if call.hopeless == _HOPELESS:
