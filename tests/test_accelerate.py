@@ -831,13 +831,18 @@ def _train_in_the_stock_loop(script: Script, model: nn.Module) -> Any:
     loader = DataLoader(Numbers(), batch_size=6)
     model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
     for batch in loader:
-        loss = loss_of(model, batch)
-        script.accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        script.write("loss", loss)
+        _make_a_stock_step(script, model, optimizer, batch)
     script.write_state(model, optimizer)
     return model
+
+
+def _make_a_stock_step(script: Script, model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """With its loss in the diary."""
+    loss = loss_of(model, batch)
+    script.accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    script.write("loss", loss)
 
 
 class Reader(nn.Module):
@@ -866,11 +871,7 @@ def test_the_optimizer_inside_of_a_prepared_one_is_replaced() -> None:
             if index in (20, 40):
                 make = torch.optim.SGD if index == 20 else torch.optim.AdamW
                 optimizer.optimizer = make(model.parameters(), lr=1e-2, fused=True)
-            loss = loss_of(model, batch)
-            script.accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            script.write("loss", loss)
+            _make_a_stock_step(script, model, optimizer, batch)
             script.write_state(model, optimizer)
 
     report = both(script, replays=50)
