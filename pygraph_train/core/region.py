@@ -995,9 +995,10 @@ class SharedGraph:
     def __call__(self, *given: Any) -> Any:
         """Run it. Hot path."""
         owner = self.shared.owner
-        key = None if self.first is None else id(given[self.first])
         if owner.lent is not None:  # gathered parameters may be others in each call
-            key = owner.caller
+            key: int | None = owner.caller
+        else:
+            key = None if self.first is None else id(given[self.first])
         region = self.regions.get(key)
         return (self.region_of(key, given) if region is None else region)(*given)
 
