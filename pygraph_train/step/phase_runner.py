@@ -40,7 +40,7 @@ class PhaseRunner(Driver):
 
     Args:
         program: the step.
-        config, report, left, even: see `Driver`.
+        config, report, left: see `Driver`.
         engine: where graphs are made.
 
     Attributes:
@@ -57,9 +57,8 @@ class PhaseRunner(Driver):
         report: StepReport,
         *,
         left: Callable[[], float] = lambda: math.inf,
-        even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, report, self.give_up, left, even)
+        super().__init__(config, report, self.give_up, left)
         self.begin_with(engine)
         self._program = program
         self._update: OptimizerGraph | None = None
@@ -215,7 +214,7 @@ class _FunctionCall(TracedCall):
     def __init__(self, runner: PhaseRunner, program: StepProgram, tell: Callable[[Problem], object]) -> None:
         alone = not program.replication.shared
         regions = runner.regions_of(program.model, tell, delivers=alone, leads=program.differentiates)
-        super().__init__(program.model, regions, runner.even)
+        super().__init__(program.model, regions)
         self._chooser = runner.chooser
         self._fn: Callable[..., Any] | None = None
 
