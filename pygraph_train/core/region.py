@@ -75,7 +75,7 @@ from pygraph_train.torch_private.phases import (
 )
 from pygraph_train.torch_private.stock_dynamo import left_untraced, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
-from pygraph_train.verification import Audits, Fingerprint, PlainRuns
+from pygraph_train.verification import Audits, Fingerprint, PlainRuns, fixed_order
 
 log = logging.getLogger("pygraph_train")
 
@@ -944,6 +944,9 @@ class PhaseRegion:
             return None
         while not self.agree(runs.enough(found)):
             runs.add(self._of_a_plain_run(given, asked, distances=True) or runs.first)
+        if self.agree(runs.agree):
+            with fixed_order():
+                runs.in_order(self._of_a_plain_run(given, asked) or runs.first)
         why = runs.refuse(found)
         return None if self.agree(why is None) else why or "that of another process differs"
 

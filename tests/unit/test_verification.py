@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pygraph_train.verification import Fingerprint, PlainRuns
+from pygraph_train.verification import Fingerprint, PlainRuns, fixed_order
 
 pytestmark = pytest.mark.quick
 
@@ -36,6 +36,27 @@ def test_more_than_that_is_refused_with_both_figures() -> None:
 def test_one_bit_is_refused_where_plain_runs_agree() -> None:
     told = runs(0.0).refuse(run(1e-6, 9))
     assert told is not None and "agree bit for bit" in told
+
+
+@pytest.mark.parametrize(
+    ("ordered", "apart", "allowed"), [(1e-7, 1e-6, True), (0, 1e-6, False), (1e-7, 1e-3, False)]
+)
+def test_runs_agree_by_chance_where_a_run_in_fixed_order_differs(
+    ordered: float, apart: float, allowed: bool
+) -> None:
+    """Measured: few messages between the nodes of a graph are added by atomics, which agree in six runs of seven."""
+    known = runs(0.0)
+    known.in_order(run(ordered, 5))
+    assert (known.refuse(run(apart, 9)) is None) == allowed
+
+
+def test_a_run_in_fixed_order_leaves_the_mode_as_it_was() -> None:
+    with fixed_order():
+        assert (
+            torch.are_deterministic_algorithms_enabled()
+            and torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(("apart", "allowed"), [(6e-6, True), (1e-4, False)])
