@@ -23,10 +23,11 @@ _ALIKE, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_HOST, _MARGIN = 0.5, 100, 2.0
+_COST, _COST_OF_HOST, _RAGGED, _MARGIN = 0.6, 80, 1.5, 2.0
 """What graphs cost, before anything is known of it: seconds for each trace, and how many times the host's time in a
-plain step, as Dynamo interprets the Python that the step runs (2.4 to 6.7 seconds in four of benchmarks.recipes on an
-H200, where steps took the host 12 to 40 ms). How often they have to pay where the number of steps is known.
+plain step, as Dynamo interprets the Python that the step runs (63 to 129 times in five of benchmarks.recipes on an
+H200, where steps took the host 9 to 34 ms); so much more where sizes change. How often they have to pay where the
+number of steps is known.
 """
 
 _LONG, _SHARE = 6.0, 0.05
@@ -69,7 +70,10 @@ class Chooser:
         waits: whether this is so because graphs would pay too late.
         settled: whether Dynamo must not trace in the next step. A last batch with fewer rows costs as much to trace as
             hundreds of such steps, so rare steps run as they are written.
+        ragged: whether sizes of batches change; set by who sees them.
     """
+
+    ragged = False
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class Chooser:
     @property
     def _expected(self) -> float:
         """Seconds that graphs are expected to cost."""
-        return _COST * self._expects + _COST_OF_HOST * self._host
+        return _COST * self._expects + _COST_OF_HOST * (_RAGGED if self.ragged else 1) * self._host
 
     @property
     def _further(self) -> float:

@@ -183,6 +183,8 @@ class Driver:
 
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         """Whether graphs of forward and backward are worth their while."""
+        if chooser.plain:
+            chooser.ragged = any(call.ragged for call in self._calls)
         why = chooser.step_ended(graphed, parts, traces())
         for call in self._calls:
             call.patience = chooser.patience

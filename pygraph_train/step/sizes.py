@@ -33,6 +33,11 @@ class Sizes:
             self._changed |= {(k, d) for d, (a, b) in enumerate(zip(one, other, strict=False)) if a != b}
         return tensors
 
+    @property
+    def changed(self) -> bool:
+        """Whether some have."""
+        return bool(self._changed)
+
     @contextmanager
     def dynamic(self, *given: Any) -> Iterator[None]:
         """Around a trace: sizes that change are numbers from the first trace on, which needs no second one then.

@@ -42,6 +42,11 @@ class TracedCall:
         self._initialized = False
         self.patience, self.hopeless = math.inf, 0
 
+    @property
+    def ragged(self) -> bool:
+        """Whether sizes of its arguments have changed."""
+        return self._sizes.changed
+
     def may_replay(self) -> bool:
         """Whether nothing around the present call speaks against it. Hot path."""
         if not self._initialized:
