@@ -23,11 +23,11 @@ _ALIKE, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_HOST, _RAGGED, _MARGIN = 0.6, 80, 1.5, 2.0
+_COST, _COST_OF_HOST, _RAGGED, _MARGIN = 0.6, 80, 2.0, 2.0
 """What graphs cost, before anything is known of it: seconds for each trace, and how many times the host's time in a
 plain step, as Dynamo interprets the Python that the step runs (63 to 129 times in five of benchmarks.recipes on an
-H200, where steps took the host 9 to 34 ms); so much more where sizes change. How often they have to pay where the
-number of steps is known.
+H200, where steps took the host 9 to 34 ms), less where a model is called again, whose trace serves; so much more where
+sizes change. How often they have to pay where the number of steps is known.
 """
 
 _LONG, _SHARE = 6.0, 0.05
@@ -89,7 +89,7 @@ class Chooser:
         self._parts = math.inf  # the fewest in a step, since Dynamo last traced
         self._empty, self._wanted = empty, 0
         self._work, self._calls, self._updates, self._called = 0.0, 0, 0, 0  # of the present step
-        self._expects = 1  # so many traces
+        self._expects, self._again = 1, 1.0  # so many traces, and calls of each model in a step
         self._cost = 0.0  # seconds that traces, recordings and comparisons took when Dynamo last traced
         self._began: float | None = None
         # least seconds: of the host in a plain step, of a plain step, of one with graphs, of what graphs would save
@@ -111,7 +111,8 @@ class Chooser:
     @property
     def _expected(self) -> float:
         """Seconds that graphs are expected to cost."""
-        return _COST * self._expects + _COST_OF_HOST * (_RAGGED if self.ragged else 1) * self._host
+        traced = self._host / self._again * (_RAGGED if self.ragged else 1)
+        return _COST * self._expects + _COST_OF_HOST * traced
 
     @property
     def _further(self) -> float:
@@ -165,6 +166,7 @@ class Chooser:
                 saves = min(saves, _SAVED * self._work - replaying)
                 self._worked = min(self._worked, self._work)
             self._saves = min(self._saves, saves)
+            self._again = self._calls / self._called if self._calls > self._called > 0 else 1.0
             if self._called > 1:  # a GAN calls its networks often, and each is traced about twice
                 self._expects = max(self._expects, min(self._calls, 2 * self._called))
             self._work, self._calls, self._updates, self._called = 0.0, 0, 0, 0

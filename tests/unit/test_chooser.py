@@ -181,12 +181,14 @@ def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(RUNS["BERT"], 500, monkeypatch, known=True)[1] is None
 
 
-def _after_plain_steps(worked: Callable[[Chooser], None], left: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _after_plain_steps(
+    worked: Callable[[Chooser], None], left: int, monkeypatch: pytest.MonkeyPatch, *, ragged: bool = False
+) -> Any:
     """What is said after plain steps of 6 ms, in each of which something is worked on."""
     machine = Machine()
     monkeypatch.setattr(chooser, "time", machine)
     choice = Chooser(machine, left=lambda: left)  # type: ignore[arg-type]
-    problem = None
+    choice.ragged, problem = ragged, None
     while choice.plain and problem is None:
         worked(choice)
         machine.step(0.006, 0.001)
@@ -204,9 +206,22 @@ def test_logs_and_data_loading_are_not_saved(monkeypatch: pytest.MonkeyPatch) ->
     little = "graphs would save little: at most 0.0 ms of a step of 6.0 ms"
     assert _after_plain_steps(small_gan, 5000, monkeypatch) == little
     short = _after_plain_steps(lambda choice: choice.worked(3e-3, 3), 1200, monkeypatch)
-    assert short == "1200 steps are left, and graphs pay after some 1946 steps"
+    assert short == "1200 steps are left, and graphs pay after some 1370 steps"
     assert _after_plain_steps(lambda choice: choice.worked(3e-3, 3), 5000, monkeypatch) is None
     assert _after_plain_steps(lambda choice: choice.worked(6e-3, 1), 1200, monkeypatch) is None
+
+
+def test_a_trace_costs_more_where_sizes_change_and_serves_all_calls_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(calls: int, *, ragged: bool) -> int:
+        def work(choice: Chooser) -> None:
+            choice.worked(6e-3, calls)
+
+        return int(_after_plain_steps(work, 100, monkeypatch, ragged=ragged).split()[-2])
+
+    assert told(1, ragged=False) < 0.7 * told(1, ragged=True)
+    assert told(2, ragged=True) < 0.8 * told(1, ragged=True)
 
 
 def test_a_run_of_unknown_length_has_graphs_from_the_ninth_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
