@@ -30,10 +30,10 @@ H200, where steps took the host 9 to 34 ms), less where a model is called again,
 sizes change. How often they have to pay where the number of steps is known.
 """
 
-_LONG, _SHARE = 6.0, 0.05
-"""No further function is traced once traces have taken as long as graphs are expected to cost, or so many seconds where
-that is less, and this share of what graphs save. Functions around graph breaks are traced one by one, and some of them
-anew in each step.
+_OVER, _LONG, _SHARE = 1.5, 6.0, 0.05
+"""No further function is traced once traces have taken so many times as long as graphs are expected to cost, or so many
+seconds where that is less, and this share of what graphs save. Functions around graph breaks are traced one by one, and
+some of them anew in each step.
 """
 
 _SAVED, _OF_CALL, _OF_UPDATE = 0.75, 190, 60
@@ -106,7 +106,8 @@ class Chooser:
         """Seconds that traces may still take: what they are expected to, or more where graphs save much. Hot path."""
         if self.settled:
             return 0.0
-        return max(0.0, max(min(self._expected, _LONG), _SHARE * self._further * self._saves) - self._cost)
+        may = max(min(_OVER * self._expected, _LONG), _SHARE * self._further * self._saves)
+        return max(0.0, may - self._cost)
 
     @property
     def _expected(self) -> float:
