@@ -46,6 +46,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import metrics_of, tell_once
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,6 +179,7 @@ class PyGraph:
                     self.config,
                     accelerator.device,
                     _unsupported(accelerator),
+                    even=lambda: rows_stay(accelerator.gradient_state.active_dataloader),
                 ),
                 SETTING_UP,
             )

@@ -60,6 +60,7 @@ from pygraph_train.report.announcements import give_reason, metrics_of, show, sw
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.sizes import rows_stay
 from pygraph_train.step.transfer import Transfer
 from pygraph_train.torch_private.memory import tensor_version
 
@@ -168,6 +169,7 @@ class PyGraphCallback(Callback):
             engine,
             self._report,
             left=lambda: batches_left(trainer),
+            even=lambda: rows_stay(trainer.train_dataloader),
         )
         self._step = automatic = _AutomaticStep(trainer, program, runner, self)
         automatic.attach()

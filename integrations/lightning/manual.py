@@ -24,6 +24,7 @@ from pygraph_train.parallel.replication import Replication
 from pygraph_train.patches import standing_in
 from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 _BATCHES = 20
 """After so many batches in which nobody stepped an optimizer of Lightning's, a row of the report says so."""
@@ -54,6 +55,7 @@ class ManualOptimization:
             config,
             trainer.strategy.root_device,
             left=lambda: batches_left(trainer),
+            even=lambda: rows_stay(trainer.train_dataloader),
         )
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, OptimizerGraph] = {}

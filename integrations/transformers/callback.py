@@ -21,6 +21,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import metrics_of, show
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.loop import Loop
+from pygraph_train.step.sizes import rows_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,7 +93,10 @@ class PyGraphTrainerCallback(TrainerCallback):
             self._report = LoopReport()
             self._report.note(_TWICE)
             return log.warning("pygraph: %s", _TWICE)
-        loop = self._loop = Loop(self.config, args.device, unsupported(args), left=lambda: steps_left(state))
+        even = rows_stay(kwargs.get("train_dataloader"))
+        loop = self._loop = Loop(
+            self.config, args.device, unsupported(args), left=lambda: steps_left(state), even=lambda: even
+        )
         self._report = loop.report
         # a Trainer tells its callbacks of no exception and no Ctrl-C
         self._at_exit = atexit.register(functools.partial(show_report, loop.report, args, self.config))

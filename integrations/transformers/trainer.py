@@ -41,6 +41,7 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.sizes import rows_stay
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
@@ -205,6 +206,7 @@ class _WholeStep:
             engine,
             self._report,
             left=lambda: steps_left(trainer.state) * trainer.args.gradient_accumulation_steps,
+            even=lambda: rows_stay(trainer.callback_handler.train_dataloader),
         )
         loop.report.whole_step("training_step", self._report)
         self._undo = route_step(trainer.optimizer, self._optimizer_step)

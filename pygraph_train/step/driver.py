@@ -46,9 +46,10 @@ class Driver:
         report: filled while running.
         rest: a method of this object, called when the library has failed too often: it lets go of graphs.
         left: how many further steps there will be, infinity where nobody knows.
+        even: whether all batches have the same number of rows.
 
     Attributes:
-        config, report: as given.
+        config, report, even: as given.
         boundary: around each piece of a step.
         engine: where graphs are made, once there is one.
         chooser: whether they pay; None where they are made in any case.
@@ -64,8 +65,9 @@ class Driver:
         report: StepReport,
         rest: Callable[[], object],
         left: Callable[[], float],
+        even: Callable[[], bool],
     ) -> None:
-        self.config, self.report, self.left = config, report, left
+        self.config, self.report, self.left, self.even = config, report, left, even
         self.boundary = Boundary(_weakly(self.tell, None), _weakly(rest, None))
         self.engine: Engine | None = None
         self.chooser: Chooser | None = None

@@ -60,7 +60,7 @@ class Loop(Driver):
     they hold what was made for them.
 
     Args:
-        config, left: see `Driver`.
+        config, left, even: see `Driver`.
         device: of the models.
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
 
@@ -84,8 +84,9 @@ class Loop(Driver):
         refused: Problem | None = None,
         *,
         left: Callable[[], float] = lambda: math.inf,
+        even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, surely(LoopReport, SETTING_UP), self.release, left)
+        super().__init__(config, surely(LoopReport, SETTING_UP), self.release, left, even)
         self._calls: Living[ModuleCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
         self._taken: Living[nn.Module] = Living()
@@ -173,7 +174,7 @@ class Loop(Driver):
                     regions = self.regions_of(module, self.tell, config, leads=True, inference=True, **given)
                     regions.votes = self._votes
                     known[kind] = ModuleKind(regions, **options)
-                call = ModuleCall(part, known[kind])
+                call = ModuleCall(part, known[kind], self.even)
                 if self.chooser is not None:
                     call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
                 self._calls.add(call)

@@ -69,6 +69,7 @@ class ModuleCall(TracedCall):
     Args:
         module: called like this from now on, until `remove`.
         kind: what it shares with others.
+        even: see `Sizes`.
 
     Attributes:
         within: as of its kind.
@@ -84,8 +85,9 @@ class ModuleCall(TracedCall):
         self,
         module: nn.Module,
         kind: ModuleKind,
+        even: Callable[[], bool],
     ) -> None:
-        super().__init__(module, kind.regions)
+        super().__init__(module, kind.regions, even)
         self._kind, self.within = kind, kind.within
         self._call = type(module).forward if self.within else call_impl
         self._compiled: CompiledModule | None = None  # until the first call that Dynamo traces

@@ -40,7 +40,7 @@ class PhaseRunner(Driver):
 
     Args:
         program: the step.
-        config, report, left: see `Driver`.
+        config, report, left, even: see `Driver`.
         engine: where graphs are made.
 
     Attributes:
@@ -57,8 +57,9 @@ class PhaseRunner(Driver):
         report: StepReport,
         *,
         left: Callable[[], float] = lambda: math.inf,
+        even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, report, self.give_up, left)
+        super().__init__(config, report, self.give_up, left, even)
         self.begin_with(engine)
         self._program = program
         self._update: OptimizerGraph | None = None
@@ -214,7 +215,7 @@ class _FunctionCall(TracedCall):
     def __init__(self, runner: PhaseRunner, program: StepProgram, tell: Callable[[Problem], object]) -> None:
         alone = not program.replication.shared
         regions = runner.regions_of(program.model, tell, delivers=alone, leads=program.differentiates)
-        super().__init__(program.model, regions)
+        super().__init__(program.model, regions, runner.even)
         self._chooser = runner.chooser
         self._fn: Callable[..., Any] | None = None
 

@@ -29,6 +29,7 @@ class TracedCall:
     Args:
         model: whose tensors are trained.
         regions: the graphs.
+        even: see `Sizes`.
 
     Attributes:
         regions: as given.
@@ -36,9 +37,9 @@ class TracedCall:
         hopeless: steps in a row in which no part of it may have a graph.
     """
 
-    def __init__(self, model: nn.Module, regions: PhaseRegions) -> None:
+    def __init__(self, model: nn.Module, regions: PhaseRegions, even: Callable[[], bool]) -> None:
         self._model, self.regions = model, regions
-        self._sizes = Sizes(fixed=regions.compiles)
+        self._sizes = Sizes(fixed=regions.compiles, even=even)
         self._initialized = False
         self.patience, self.hopeless = math.inf, 0
 
