@@ -23,11 +23,11 @@ _ALIKE, _TIMED = 20, 4
 _HOST_WAITS = 0.6
 """Of a step's time, what the host needs at least where the device waits for it."""
 
-_COST, _COST_OF_HOST, _RAGGED, _MARGIN = 0.6, 80, 2.0, 2.0
+_COST, _COST_OF_HOST, _RAGGED, _MARGIN = 0.6, 90, 2.0, 2.0
 """What graphs cost, before anything is known of it: seconds for each trace, and how many times the host's time in a
-plain step, as Dynamo interprets the Python that the step runs (63 to 129 times in five of benchmarks.recipes on an
-H200, where steps took the host 9 to 34 ms), less where a model is called again, whose trace serves; so much more where
-sizes change. How often they have to pay where the number of steps is known.
+plain step, as Dynamo interprets the Python that the step runs (60 to 130 times in six of benchmarks.recipes on an H200,
+where steps took the host 9 to 34 ms), less where a model is called again, whose trace serves; so much more where each
+batch has another size. How often they have to pay where the number of steps is known.
 """
 
 _OVER, _LONG, _SHARE = 1.5, 6.0, 0.05
@@ -70,7 +70,7 @@ class Chooser:
         waits: whether this is so because graphs would pay too late.
         settled: whether Dynamo must not trace in the next step. A last batch with fewer rows costs as much to trace as
             hundreds of such steps, so rare steps run as they are written.
-        ragged: whether sizes of batches change; set by who sees them.
+        ragged: whether each batch has another size; set by who sees them.
     """
 
     ragged = False

@@ -41,9 +41,9 @@ RUNS = {
     "BERT": Times(41.5, 8.3, 8.5, 4.3),
     "MobileNetV3": Times(30.2, 5.0, 12.5, 4.7),
     "nanoGPT": Times(34.3, 12.0, 16.0, 4.1),
-    "diffusion": Times(15.4, 5.0, 5.8, 1.6),
+    "diffusion": Times(15.4, 5.0, 5.8, 2.1),
     "ViT-S": Times(26.7, 4.5, 4.9, 2.3),
-    "LSTM": Times(12.0, 4.0, 4.2, 1.6),
+    "LSTM": Times(12.0, 4.0, 4.2, 2.0),
     "a Llama of 1B on a full device": Times(30.0, 95.0, 94.0, 14.0),
     "ResNet-50 on a full device": Times(25.0, 90.0, 90.0, 5.0),
     "a model whose graphs are slower": Times(10.0, 3.0, 14.0, 2.0),
@@ -175,7 +175,7 @@ def test_reasons_name_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "the host needs 25.0 ms of a step of 90.0 ms"
     )
     _, short = play(RUNS["BERT"], 100, monkeypatch, known=True)
-    assert short == "92 steps are left, and graphs pay after some 252 steps"
+    assert short == "92 steps are left, and graphs pay after some 279 steps"
     _, slower = play(RUNS["a model whose graphs are slower"], 500, monkeypatch, known=False)
     assert slower == "steps are faster without graphs: 10.00 instead of 14.00 ms"
     assert play(RUNS["BERT"], 500, monkeypatch, known=True)[1] is None
@@ -206,7 +206,7 @@ def test_logs_and_data_loading_are_not_saved(monkeypatch: pytest.MonkeyPatch) ->
     little = "graphs would save little: at most 0.0 ms of a step of 6.0 ms"
     assert _after_plain_steps(small_gan, 5000, monkeypatch) == little
     short = _after_plain_steps(lambda choice: choice.worked(3e-3, 3), 1200, monkeypatch)
-    assert short == "1200 steps are left, and graphs pay after some 1370 steps"
+    assert short == "1200 steps are left, and graphs pay after some 1406 steps"
     assert _after_plain_steps(lambda choice: choice.worked(3e-3, 3), 5000, monkeypatch) is None
     assert _after_plain_steps(lambda choice: choice.worked(6e-3, 1), 1200, monkeypatch) is None
 
@@ -230,7 +230,7 @@ def test_a_run_of_unknown_length_has_graphs_from_the_ninth_step_on(monkeypatch: 
 
 
 SMALL = Times(0.5, 0.05, 0.35, 0.6)
-"""A few layers: graphs are estimated to pay after 1,707 steps."""
+"""A few layers: graphs are estimated to pay after 1,720 steps."""
 
 
 @pytest.mark.parametrize("steps", [100, 500, 1400])
@@ -243,7 +243,7 @@ def test_graphs_that_pay_late_wait_where_nobody_knows_the_length(
 
 def test_a_long_run_of_unknown_length_has_them_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, why = play(SMALL, 20_000, monkeypatch, known=False)
-    assert why is None and seconds == pytest.approx(1707 * 0.5e-3 + 0.6 + 18_293 * 0.35e-3, rel=0.01)
+    assert why is None and seconds == pytest.approx(1720 * 0.5e-3 + 0.6 + 18_280 * 0.35e-3, rel=0.01)
 
 
 def test_times_go_to_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,10 +575,10 @@ def test_a_loop_waits_for_them(make: Any, monkeypatch: pytest.MonkeyPatch) -> No
         optimizer.zero_grad()
         models[1](x).square().mean().backward()
         optimizer.step()
-        if n == 108:
+        if n == 121:
             told = report().to_dict()
             assert told["phases_from_graphs"]["F"] == 0
-            assert "pay after some 108 steps, and nobody knows how many are left" in str(told["fallbacks"])
+            assert "pay after some 121 steps, and nobody knows how many are left" in str(told["fallbacks"])
     assert report().to_dict()["phases_from_graphs"]["F"] > 30
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
