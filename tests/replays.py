@@ -10,8 +10,8 @@ __all__ = ["enough", "regions_ran", "runs_of_graphs", "text_of"]
 
 
 def text_of(report: StepReport) -> str:
-    """Everything that a report prints, in one line."""
-    return " ".join(str(report.verbose()).split())
+    """Everything that a report says, in one line."""
+    return " ".join(f"{report} {report.to_dict()}".split())
 
 
 def runs_of_graphs(report: StepReport) -> int:

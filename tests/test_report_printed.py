@@ -24,7 +24,7 @@ from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.printing import shortened
 from pygraph_train.report.progress import Progress
-from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.report.step_report import Fallback
 from tests.ranks import pair_of_ranks
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
@@ -151,20 +151,15 @@ def looks_well(report: StepReport, sentence: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(os.path.dirname(__file__))
     assert re.fullmatch(sentence, report.headline()), report.headline()
     assert report.to_dict()["headline"] == report.headline()
-    for each in (report, report.verbose()):
-        for width in (80, 120):
-            for text in printed(each, width, monkeypatch):
-                assert max(map(len, text.splitlines())) <= width, text
-                (start,) = re.findall(r"\S+", shortened(report.headline()))[:1]
-                assert text.startswith(f"pygraph-train: {start}"), text
-                assert os.path.dirname(__file__) not in text, "paths are short"
-    rows = report.rows(verbose=True)
-    for name, text in [*rows, *report.rows()]:
+    for width in (80, 120):
+        for text in printed(report, width, monkeypatch):
+            assert max(map(len, text.splitlines())) <= width, text
+            (start,) = re.findall(r"\S+", shortened(report.headline()))[:1]
+            assert text.startswith(f"pygraph-train: {start}"), text
+            assert os.path.dirname(__file__) not in text, "paths are short"
+    for name, text in report.rows():
         assert documented(name), name
         assert name.strip() and text.strip() and not text.rstrip().endswith((":", ",", "-")), (name, text)
-    assert {name for name, _ in report.rows()} <= {name for name, _ in rows} | {
-        name for name, _ in report.rows() if name.startswith("graphed step")
-    }
     assert len(report.rows()) <= 6, report.rows()
     texts = [text for name, text in report.rows() if name in ("without a graph", "note")]
     assert len(set(texts)) == len(texts)
@@ -247,7 +242,7 @@ def test_the_reason_of_the_phase_without_a_graph_is_named_first() -> None:
     assert [text for name, text in report.rows() if name == "without a graph"] == [
         "the batch has another shape (from step 3)\n  at a.py:1"
     ]
-    assert len([name for name, _ in report.rows(verbose=True) if name == "without a graph"]) == 2
+    assert len(report.to_dict()["fallbacks"]) == 2
 
 
 def test_names_of_code_keep_their_letters() -> None:
@@ -263,9 +258,9 @@ def test_paths_are_short_for_people_and_complete_for_programs(monkeypatch: pytes
     report = StepReport(engine="emulated")
     report.fell_back(Fallback("a counter is written", f"{__file__}:7", "", 1))
     report.note(f"a module at {package}:12 is traced anew")
-    for text in (str(report), str(report.verbose())):
-        assert f"(tests{os.sep}{os.path.basename(__file__)}:7)" in text, text
-        assert " timm/layers.py:12 " in " ".join(text.split()) and here not in text, text
+    text = str(report)
+    assert f"(tests{os.sep}{os.path.basename(__file__)}:7)" in text, text
+    assert " timm/layers.py:12 " in " ".join(text.split()) and here not in text, text
     assert report.to_dict()["fallbacks"][0]["where"] == f"{__file__}:7"
     assert f"{__file__}:7" in report.to_dict()["headline"] and package in report.to_dict()["notes"][0]
 
@@ -275,7 +270,7 @@ def test_a_note_that_repeats_a_reason_is_left_out() -> None:
     report.fell_back(Fallback("forward='off' is set, so there is no graph", None, "", 1))
     report.note("forward='off' is set")
     report.note("something else")
-    assert [text for name, text in report.rows(verbose=True) if name == "note"] == ["something else"]
+    assert [text for name, text in report.rows() if name == "note"] == ["something else"]
     assert Headline(report).text.count("forward='off'") == 1
 
 
@@ -304,12 +299,11 @@ def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     report = trained(Net(), adam)
     report.engine = "cuda"
     report.note("a note")
-    report.compared(1.0, audit=True)
-    report.captured(CaptureRecord("{O}", 0.1, 5, False, 3))
+    report.fell_back(Fallback("a reason", "a.py:1", "", 1))
     report.timed(0.1, 0.5, 0.4)
     report.replay_intervals.append(0.1)
-    names = {name for name, _ in report.rows(verbose=True)} | {"graphed step name"}
-    assert {"captured {O}", "peak memory", "speed-up", "verified", "without a graph", "note"} <= names
+    names = {name for name, _ in report.rows()} | {"graphed step name"}
+    assert {"peak memory", "speed-up", "without a graph", "note"} <= names
     assert not [name for name in sorted(names) if not documented(name)]
     assert not documented("peak") and not documented("something else")
 
@@ -336,7 +330,7 @@ def test_a_notebook_shows_a_table() -> None:
     report.fell_back(Fallback("Tensor<int> & others are <b>slow</b>", "a.py:1", "", 1))
     report.note("first\n  <script>")
     regions = [RegionRecord("forward 0", "forward", None, "plain", "a <reason>", 0, 0, 3)]
-    for shown in (report, report.verbose(), BackendReport(regions)):
+    for shown in (report, BackendReport(regions)):
         html = ElementTree.fromstring(f"<body>{shown._repr_html_()}</body>")
         assert {each.tag for each in html.iter()} == {"body", "p", "table", "tr", "th", "td"}
         assert html.findtext("p") == f"pygraph-train: {shown.headline()}"

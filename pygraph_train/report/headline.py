@@ -45,9 +45,9 @@ class Headline:
         told = self._fallback
         return told is not None and (told.reason, told.where) == (fallback.reason, fallback.where)
 
-    def beside(self, other: Headline | None) -> str:
+    def beside(self, other: Headline) -> str:
         """The sentences, without the reason that another report's sentences name."""
-        told = other is not None and self._fallback is not None and other.tells(self._fallback)
+        told = self._fallback is not None and other.tells(self._fallback)
         return self._what_ran() if told else self.text
 
     def says(self, text: str) -> bool:

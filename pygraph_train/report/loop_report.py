@@ -53,20 +53,16 @@ class LoopReport(StepReport):
         """The loop, and the steps that were graphed as a whole."""
         return [self, *self.whole_steps.values()]
 
-    def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:
-        """The lines of the table. Its short form has one line for a graphed step where there is something beside it."""
+    def rows(self) -> list[tuple[str, str]]:
+        """The lines of the table. There is one line for a graphed step where there is something beside it."""
         self.plan = str(self.progress().plan)
-        above = None if verbose else Headline(self)
+        above = Headline(self)
         rows = list(reasons_of(self, above)) if self.whole_steps and not self.steps else rows_of(self, above)
-        if len(self.whole_steps) == 1 and not self.steps and not verbose:
+        if len(self.whole_steps) == 1 and not self.steps:
             (whole,) = self.whole_steps.values()
             return [*rows_of(whole, above), *rows]
-        for name, report in self.whole_steps.items():
-            if verbose:
-                rows += [("graphed step", name), *report.rows(verbose=True)]
-            else:
-                rows.append((f"graphed step {name}", Headline(report).beside(above)))
-        return rows
+        steps = self.whole_steps.items()
+        return rows + [(f"graphed step {name}", Headline(report).beside(above)) for name, report in steps]
 
     @property
     def why_no_step(self) -> str:

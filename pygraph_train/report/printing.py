@@ -7,12 +7,8 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pygraph_train.report.step_report import StepReport
+from typing import Any
 
 _NARROWEST, _WIDEST = 60, 120
 
@@ -68,16 +64,3 @@ class Printed:
         from rich.text import Text
 
         return Text(str(self))
-
-
-@dataclass(frozen=True)
-class VerboseReport(Printed):
-    """A report with all of its rows. Prints as a table, as the report does."""
-
-    report: StepReport
-
-    def headline(self) -> str:
-        return self.report.headline()
-
-    def rows(self) -> Rows:
-        return self.report.rows(verbose=True)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pygraph_train.plans import NOTHING, Phase, Plan
 from pygraph_train.problems import Problem
 from pygraph_train.report.headline import Headline
-from pygraph_train.report.printing import Printed, VerboseReport
+from pygraph_train.report.printing import Printed
 from pygraph_train.report.progress import RECENT, Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
 
@@ -268,14 +268,10 @@ class StepReport(Printed):
             **(peak_memory_mib() if self.measured else {}),
         }
 
-    def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:
-        """The lines of the table, of the verbose one on demand."""
-        return rows_of(self, None if verbose else Headline(self))
+    def rows(self) -> list[tuple[str, str]]:
+        """The lines of the table."""
+        return rows_of(self, Headline(self))
 
     def headline(self) -> str:
         """What ran from graphs, how much faster, and what stands in the way of more."""
         return Headline(self).text
-
-    def verbose(self) -> VerboseReport:
-        """The report with all of its rows, to be printed: `print(report.verbose())`."""
-        return VerboseReport(self)
