@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from .compare import Run, same_as_plain
@@ -35,6 +36,21 @@ def test_a_stock_loop(run: Run, options: dict[str, Any]) -> None:
         run.note("norm", made.clip_gradients(model, optimizer, max_norm=0.5))
         optimizer.step()
         run.note("loss", loss)
+
+
+@same_as_plain(replays=12)
+def test_a_backward_that_is_not_fabrics(run: Run) -> None:
+    """Fabric allows it where strategy and precision have none of their own, as a gradient penalty needs it."""
+    made = fabric(run)
+    model, optimizer, data = set_up(run, made)
+    for x, y in run.each(data):
+        out = model(x)
+        run.note(
+            "asked", torch.autograd.grad(out.square().sum(), list(model.parameters()), retain_graph=True)
+        )
+        cross_entropy(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @same_as_plain(replays=8)
