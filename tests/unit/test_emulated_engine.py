@@ -460,8 +460,6 @@ def test_replay_inside_a_capture_becomes_part_of_it(engine: EmulatedEngine) -> N
 
 def test_closed_graphs_and_engines_refuse_work(engine: EmulatedEngine) -> None:
     graph, _ = engine.capture(lambda: torch.ones(1))
-    with pytest.raises(RuntimeError, match="close every graph"):
-        engine.close()
     graph.close()
     graph.close()
     with pytest.raises(RuntimeError, match="graph is closed"):
