@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,23 +112,19 @@ class PlainRuns:
     Args:
         first: the run that a replay was found to differ from.
         kind: what the tensors are that were compared.
+        unordered: whether runs that agree do so by chance, because some kernels add in no fixed order.
     """
 
     ENOUGH = 3
     MOST_THAT_AGREE = 6
     MOST = 10
 
-    def __init__(self, first: Fingerprint, kind: str = "gradient") -> None:
+    def __init__(self, first: Fingerprint, kind: str = "gradient", *, unordered: bool = False) -> None:
         self._runs = [first]
-        self._kind = kind
-        self._noisy = False
+        self._kind, self._unordered = kind, unordered
 
     def add(self, run: Fingerprint) -> None:
         self._runs.append(run)
-
-    def in_order(self, run: Fingerprint) -> None:
-        """One more run, made in `fixed_order`. Where it differs, others that agree do so by chance."""
-        self._noisy = not self.first.same_bits(run)
 
     @property
     def first(self) -> Fingerprint:
@@ -163,7 +157,7 @@ class PlainRuns:
         if self.same(found):
             return None
         if self.agree:
-            if self._noisy and bool((self._nearest(found) <= self._order).all()):
+            if self._unordered and bool((self._nearest(found) <= self._order).all()):
                 return None
             return f"{self._told(self._nearest(found))}, and {len(self._runs)} runs without the graph agree bit for bit"
         noise = self._spread()
@@ -205,19 +199,6 @@ class PlainRuns:
 
     def _nearest(self, found: Fingerprint) -> Tensor:
         return torch.stack([run.distances(found) for run in self._runs]).amin(0)
-
-
-@contextmanager
-def fixed_order() -> Iterator[None]:
-    """Around a run: kernels add in a fixed order where torch has some that do."""
-    before = torch.get_deterministic_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where it has none
-        torch.set_deterministic_debug_mode(before or "warn")
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(before)
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def test_more_shapes_than_are_kept_stand_in_the_way() -> None:
     with GraphedStep(loss_of_rows, model=model, optimizer=adamw(model), config=config) as step:
         for rows in [*range(3, 9), *range(3, 23)]:
             step(torch.randn(rows, 6))
-        assert "as many recordings for sets of shapes as are kept" in step.report().headline()
+        assert "as many recordings for sets of shapes and numbers as are kept" in step.report().headline()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

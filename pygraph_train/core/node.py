@@ -14,7 +14,13 @@ from torch.autograd.graph import get_gradient_edge
 from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import NONE, Slot, gradient_of
 from pygraph_train.problems import PyGraphError
-from pygraph_train.torch_private.memory import as_part_of, copy_all, local_tensor, local_tensors
+from pygraph_train.torch_private.memory import (
+    as_part_of,
+    copy_all,
+    local_tensor,
+    local_tensors,
+    tensor_version,
+)
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     add_all,
@@ -160,8 +166,7 @@ def is_asked_for(tensor: Tensor) -> bool:
 
     Hooks that Fabric registers on results do not count: they look where a backward comes from.
     """
-    hooks = [getattr(hook, "func", hook) for hook in (hooks_of(tensor) or {}).values()]
-    if tensor.retains_grad or any(not hook.__module__.startswith("lightning.") for hook in hooks):
+    if _is_listened_to(tensor):
         return True
     node = tensor.grad_fn
     if node is None:  # a leaf of the step's own: whoever has it may read its gradient
@@ -238,8 +243,9 @@ class _Replay(torch.autograd.Function):
         ctx.stream = _stream_of(slot)
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.returned, parameters = routes
-        ctx.parameters, ctx.way = parameters(given), way
+        ctx.delivered, ctx.returned, parameters, saved = routes
+        ctx.parameters, ctx.way, ctx.saved, ctx.inner = parameters(given), way, saved(given), ()
+        ctx.versions = list(map(tensor_version, ctx.saved))
         ctx.lent = list(map(given.__getitem__, slot.lent))
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
@@ -255,6 +261,8 @@ class _Replay(torch.autograd.Function):
         except RuntimeError as error:
             raise theirs(error)  # noqa: B904
         slot: Slot = ctx.slot
+        if (list(map(tensor_version, ctx.saved)) != ctx.versions or ctx.inner) and (why := _changed(ctx)):
+            raise why
         seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
         if not torch.is_grad_enabled() and slot.generation == ctx.generation:
             return surely(lambda: _made_backward(ctx, slot, seeds), BACKWARD)
@@ -267,6 +275,33 @@ class _Replay(torch.autograd.Function):
                 "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
             )
         return _for_autograd(ctx, found)
+
+
+def _changed(ctx: Any) -> Exception | None:
+    """Why a replay would not give the gradients of plain training: what was done since the forward."""
+    if (now := list(map(tensor_version, ctx.saved))) != ctx.versions:
+        pairs = zip(ctx.saved, now, ctx.versions, strict=True)
+        p, is_at, expected = next(pair for pair in pairs if pair[1] != pair[2])
+        return theirs(
+            RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of shape {list(p.shape)} is at version {is_at}; expected version {expected} instead"
+            )
+        )
+    if ctx.inner and any(_is_listened_to(t) for ref in ctx.inner if (t := ref()) is not None):
+        ctx.slot.region.inner_is_asked_for()
+        return PyGraphError(
+            "a gradient is asked for of a result from which another result is computed, for the first time, and a "
+            "replay computes none. Set PYGRAPH_DISABLE=1 in the environment, or ask for it from the first step on"
+        )
+    return None
+
+
+def _is_listened_to(result: Tensor) -> bool:
+    """Whether the gradient of this result is kept, or hooks are called with it that are not of torch or Fabric."""
+    hooks = [getattr(hook, "func", hook) for hook in (hooks_of(result) or {}).values()]
+    theirs = ("lightning.", "torch.")
+    return result.retains_grad or any(not str(hook.__module__).startswith(theirs) for hook in hooks)
 
 
 def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
@@ -367,7 +402,7 @@ def replay(
     """
     if not slot.leads:
         return list(slot.replay_forward(given, Token()))
-    delivered, returned, parameters = routes = slot.routes(of)
+    delivered, returned, parameters, _ = routes = slot.routes(of)
     inputs, way = [given[slot.leads[k]] for k in returned] if returned else [], None
     beside = [(k, t) for k, t in zip(returned, inputs, strict=True) if t.is_leaf] if returned else []
     hooked = [k for k, t in beside if hooks_of(t) or accumulation_hooks_of(t)] if beside else []
@@ -384,6 +419,10 @@ def replay(
     differ = _Replay.apply((slot, given, delivery, routes, way, beside, made), *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
+    if inner := slot.region.inner:
+        leading = set(slot.differ)
+        found = [weakref.ref(made[i]) for i in slot.differ if leading & inner.get(i, leading - leading)]
+        differ[0].grad_fn.inner = found
     return made
 
 
@@ -409,6 +448,8 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     if node.stream != _stream_of(node.slot):  # autograd goes back to that of the forward
         return False
     if hooks_of(loss) or loss.retains_grad:
+        return False
+    if (list(map(tensor_version, node.saved)) != node.versions or node.inner) and _changed(node):
         return False
     if quotient is not None and (hooks_of(quotient) or quotient.retains_grad):
         return False

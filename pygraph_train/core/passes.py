@@ -39,6 +39,12 @@ _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tenso
 _WAIT = {"bincount", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere"}
 """What makes the host wait for the size of a result."""
 
+_UNORDERED = re.compile(
+    r"(index_add|index_reduce|index_select|scatter_add|scatter_reduce|gather|take_along_dim|cumsum|embedding_bag|"
+    r"interpolate|upsample\w*|grid_sampl\w*)_?"
+)
+"""Operations that add in no fixed order on a GPU, forward or backward (`torch.use_deterministic_algorithms`)."""
+
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 _COMMUNICATES = re.compile(r"torch\.(distributed|_ops\._?c10d)|_?c10d")
@@ -292,6 +298,11 @@ def communication(gm: GraphModule) -> str | None:
     talking = (n for n, name in names if _COMMUNICATES.match(name) and not _name(n).endswith(_OF_PARTS))
     node = next(talking, None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
+
+
+def adds_in_any_order(gm: GraphModule) -> bool:
+    """Whether runs of a graph on a GPU may differ in their last bits."""
+    return any(_UNORDERED.fullmatch(_name(n)) for n in _nodes_of(gm))
 
 
 def parts_in(gm: GraphModule) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -42,7 +42,8 @@ _DRAWN = ("torch", OF_DEVICES)
 gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 NONE = {None}
 
-Routes = tuple[list[int], list[int], Callable[[Sequence[Any]], tuple[Any, ...]]]
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+Routes = tuple[list[int], list[int], Picker, Picker]
 
 
 class _Activations:
@@ -51,15 +52,19 @@ class _Activations:
     Attributes:
         given_up: whether a backward lets go of each tensor as it reads it, so that its own results may lie there, as
             they may in plain training.
+        lie: where they are, see `memory_of`.
     """
 
     def __init__(self) -> None:
         self.given_up = False
+        self.lie: set[int] = set()
         self._held: list[Tensor | Callable[[], Tensor]] = []
 
     def pack(self, saved: Tensor) -> int:
         """Keep a tensor, and return its number."""
         self._held.append(received(saved).data)
+        with suppress(RuntimeError):  # those of torch.func have no memory
+            self.lie.add(memory_of(saved))
         return len(self._held) - 1
 
     @property
@@ -133,6 +138,7 @@ class RegionCall:
         leads: positions of inputs that get gradients.
         lent: see `PhaseRegion`.
         differ: positions of outputs that require gradients.
+        saved: positions of parameters that the forward saves for its backward.
         region: whose graph it is.
         generation: grows with each forward.
         ways: by the inputs whose gradients are delivered, what autograd gets in the place of them.
@@ -147,6 +153,7 @@ class RegionCall:
     order: Sequence[int] = ()
     _asked, _agreed = 0, True  # the generation whose backward was voted on last, and how
     stay: frozenset[int] = frozenset()
+    saved: Collection[int] = ()
     differ: list[int]
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
@@ -164,12 +171,16 @@ class RegionCall:
         self.ways: dict[frozenset[int], Way] = {}
 
     def routes(self, of: frozenset[int]) -> Routes:
-        """Which of `leads` are delivered, and returned to autograd, and what picks inputs of the former. Hot path."""
+        """Which of `leads` are delivered, and returned to autograd; what picks inputs of the former, and of these the
+        saved ones. Hot path.
+        """
         known = self._routes.get(of)
         if known is None:
             delivered = [k for k, i in enumerate(self.leads) if i in of]
             returned = [k for k, i in enumerate(self.leads) if i not in of]
-            known = self._routes[of] = delivered, returned, picker([self.leads[k] for k in delivered])
+            positions = [self.leads[k] for k in delivered]
+            saved = picker([i for i in positions if i in self.saved])
+            known = self._routes[of] = delivered, returned, picker(positions), saved
         return known
 
     def agreed(self, backward: Any) -> Any:
@@ -390,6 +401,7 @@ class RecordedRegion(RegionCall):
             self.region.agree(True)
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
+        self.saved = {i for i in self.leads if memory_of(self._static[i]) in self._activations.lie}
         self._hand_out = [self._how(o) for o in outputs]
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):
             if how is None:

@@ -28,6 +28,7 @@ from pygraph_train.core.passes import (
     COMMUNICATES,
     Collectives,
     HostPart,
+    adds_in_any_order,
     caught,
     communication,
     end_of,
@@ -75,7 +76,7 @@ from pygraph_train.torch_private.phases import (
 )
 from pygraph_train.torch_private.stock_dynamo import left_untraced, untraced
 from pygraph_train.torch_private.switches import kernel_switches, saved_tensors_hooks_active
-from pygraph_train.verification import Audits, Fingerprint, PlainRuns, fixed_order
+from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 log = logging.getLogger("pygraph_train")
 
@@ -373,6 +374,7 @@ class PhaseRegion:
         asked: sets of positions of outputs whose gradients one backward has asked for.
         placements: by the position of an output, those of its gradient, where that is a DTensor.
         orders: by the position of an output, how its gradient lies in memory, see `Tensor.dim_order`.
+        inner: by the position of a result from which others are computed, the positions of these.
         keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
@@ -407,10 +409,11 @@ class PhaseRegion:
             run = self.run
             self.run = lambda *given: list(map(received, run(*given)))
         self.device = owner.engine.device.type
+        self._unordered = self.device != "cpu" and adds_in_any_order(gm)
         body = gm if self._numbered is None else self._numbered.body
         names = written_inputs(gm)
         self._writes = {i for i, n in enumerate(body.graph.find_nodes(op="placeholder")) if n.name in names}
-        self._inner = _inner(body)
+        self.inner = _inner(body)
         self.reason: str | None = None
         self._begin()
         if why is not None:
@@ -480,8 +483,15 @@ class PhaseRegion:
 
     def differentiated_twice(self) -> None:
         """Somebody differentiates a backward of it. Graphs whose own backward is still to come live on."""
+        self._stops("its backward is differentiated itself (create_graph=True)")
+
+    def inner_is_asked_for(self) -> None:
+        """Somebody asks for the gradient of a result from which another one is computed."""
+        self._stops(_INNER_GRADIENT)
+
+    def _stops(self, why: str) -> None:
         self.slots.clear()
-        self._stays_plain(Problem("its backward is differentiated itself (create_graph=True)"))
+        self._stays_plain(Problem(why))
 
     def keep_activations(self) -> None:
         """A backward is called with retain_graph=True for the first time: record anew what cannot serve it."""
@@ -504,7 +514,7 @@ class PhaseRegion:
             return self._plainly(*given)
         if self.reason is not None or owner.closed:
             return self.run_plainly(*given)
-        if self.calls < owner.config.warmup_steps + bool(self._inner) or not (
+        if self.calls < owner.config.warmup_steps + bool(self.inner) or not (
             self._asking or self.inference or self.calls > _PATIENCE
         ):
             return self._watched(given)
@@ -615,7 +625,8 @@ class PhaseRegion:
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(values[i].detach(), c)}
         places = [memory_of(t) for t in (*given, *made) if isinstance(t, Tensor)]
-        kept = self._inner if self.calls == 1 else ()
+        leading = {i for i, t in enumerate(made) if isinstance(t, Tensor) and t.requires_grad}
+        kept = [i for i, later in self.inner.items() if self.calls == 1 and later & leading]
         self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
         self._usual &= self.last == 1 and all(t.grad is None for t in trained)
@@ -644,10 +655,11 @@ class PhaseRegion:
 
     def _hook(
         self, position: int, held: Sequence[tuple[Tensor, int]], shape: torch.Size
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[[Tensor | None], None]:
         @untraced
-        def asked(gradient: Tensor) -> None:
-            quietly(lambda: see(gradient))
+        def asked(gradient: Tensor | None) -> None:
+            if gradient is not None:  # else no gradient of it is asked for
+                quietly(lambda: see(gradient))
 
         def see(gradient: Tensor) -> None:
             placed = getattr(gradient, "placements", None)
@@ -721,6 +733,7 @@ class PhaseRegion:
             if any(slot.misplaced for slot in slots) and self._may_move():
                 slots[:] = [slot for slot in slots if not slot.misplaced]
             if len(slots) == _MOST_PENDING:
+                self.owner.tell(_MANY_PENDING)
                 self.ask(choices.PLAIN)
                 return None
         if self.votes is not None:
@@ -799,6 +812,8 @@ class PhaseRegion:
         self._known = self._identity(given)
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
+        if any(given[i].requires_grad for i in self._moving if i in self.written):
+            raise Unrecordable("it writes in place what it is given, and gradients go through that")
         self._keyed = self._numbered is not None or bool(self._numbers) or self.owner.divided
         firsts = {id(given[i]): i for i in reversed(self._positions)}  # a parameter may be given twice
         self._delivered = frozenset(i for i in firsts.values() if self.owner.delivers and given[i].is_leaf)
@@ -929,7 +944,8 @@ class PhaseRegion:
             if self.agree(plain is None or plain.same_bits(self._of_a_replay(slot, given, asked))):
                 continue
             # what a kernel that adds in no fixed order gives now and then is no other computation
-            runs = PlainRuns(cast(Fingerprint, self._of_a_plain_run(given, asked, distances=True)), "result")
+            first = cast(Fingerprint, self._of_a_plain_run(given, asked, distances=True))
+            runs = PlainRuns(first, "result", unordered=self._unordered)
             again = (self._difference(runs, slot, given, asked) for _ in range(_AGAIN))
             if (difference := next(filter(None, again), None)) is not None:
                 slot.close()
@@ -944,9 +960,6 @@ class PhaseRegion:
             return None
         while not self.agree(runs.enough(found)):
             runs.add(self._of_a_plain_run(given, asked, distances=True) or runs.first)
-        if self.agree(runs.agree):
-            with fixed_order():
-                runs.in_order(self._of_a_plain_run(given, asked) or runs.first)
         why = runs.refuse(found)
         return None if self.agree(why is None) else why or "that of another process differs"
 
@@ -1033,8 +1046,14 @@ _HOOKED = Problem(
     fix="Remove the hooks, or nothing",
 )
 _TOO_MANY = Problem(
-    "a part of the step has as many recordings for sets of shapes as are kept, and further ones run without a graph",
-    fix="Pad batches to fewer sizes, or choose a larger max_signatures",
+    "a part of the step has as many recordings for sets of shapes and numbers as are kept, and further ones run "
+    "without a graph",
+    fix="Pad batches to fewer sizes, keep numbers that change in tensors, or choose a larger max_signatures",
+)
+_MANY_PENDING = Problem(
+    f"a part of the step is called more than {_MOST_PENDING} times before its backward, and further calls run without "
+    "a graph",
+    fix="Call it with all inputs in one batch, or call backward after each call",
 )
 RARE = Problem(
     "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
@@ -1052,11 +1071,15 @@ class _NoPart(Exception):
     """No gradient depends on a region."""
 
 
-def _inner(gm: GraphModule) -> list[int]:
-    """Positions of results from which others are computed."""
-    output = next(iter(reversed(gm.graph.nodes)))
+def _inner(gm: GraphModule) -> dict[int, set[int]]:
+    """Positions of results from which others are computed, and which those are."""
+    output, *others = reversed(gm.graph.nodes)
     results = output.args[0]
-    return [i for i, r in enumerate(results) if isinstance(r, Node) and any(u is not output for u in r.users)]
+    found: dict[Node, set[int]] = {output: set()}
+    for node in others:
+        found[node] = {i for user in node.users for i in found[user]}
+        found[node] |= {i for i, r in enumerate(results) for user in node.users if r is user}
+    return {i: found[r] for i, r in enumerate(results) if isinstance(r, Node) and found[r]}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pygraph_train.boundary import UPDATE, done, executes, surely, taken_back
 from pygraph_train.boundary import put_back as put_all_back
@@ -68,6 +69,11 @@ _Key = tuple[bool, ...]
 _NO_GRADIENT = (
     "None of the optimizer's parameters had a gradient in the latest step. Make the optimizer behind what replaces "
     "parameters, as load_state_dict(assign=True) does"
+)
+
+_PENDING = (
+    "In some steps a forward still waits for its backward, and what it has saved lies where the graph of the update "
+    "computes. Keep losses without their autograd graph, as loss.detach() is"
 )
 
 _grad = operator.attrgetter("grad")
@@ -130,6 +136,7 @@ class _CapturedUpdate:
     Attributes:
         memory: in which it computes.
         addresses: of the parameters.
+        counted: see `OptimizerPreparation.counted`.
         looks: of the gradients.
         inputs: the gradients.
         follow: gives the graph the hyperparameters of now.
@@ -139,6 +146,7 @@ class _CapturedUpdate:
     follow: Callable[[], None]
     memory: Memory
     addresses: list[int]
+    counted: list[Tensor]
     looks: tuple[Any, ...]
     inputs: Inputs
     hyperparameters: Any
@@ -342,7 +350,8 @@ class OptimizerGraph:
             if capture is None:
                 return body()
             self._captures[key] = capture
-        if not capture.memory.free:  # a backward is still to come that reads there
+        if not capture.memory.free:
+            self._waits = _PENDING
             return self._run_prepared(body)
         if made is not None and not key and set(map(id, gradients)) <= set(map(id, made.gradients)):
             made.fits[:] = capture.addresses, layout  # not the capture, which would keep the model
@@ -366,6 +375,7 @@ class OptimizerGraph:
         capture.follow()
         executes(UPDATE)
         capture.graph.replay()
+        increment_version(capture.counted)
         if type(capture.inputs) is CopiedInputs:  # others are what a graph works on
             surely(partial(capture.inputs.give_back, layout.present), UPDATE)
         done(None)
@@ -395,6 +405,7 @@ class OptimizerGraph:
     def _run_prepared(self, body: Callable[[], None]) -> None:
         with self._preparation.prepared():
             body()
+        increment_version(self._preparation.counted())
         self._preparation.state.leave()
 
     def _capture(self, update: _Update) -> _CapturedUpdate | None:
@@ -455,6 +466,7 @@ class OptimizerGraph:
             follow=follow,
             memory=memory,
             addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
+            counted=preparation.counted(),
             looks=layout.looks,
             inputs=inputs,
             hyperparameters=numbers.baked(preparation.hyperparameters()),

@@ -403,6 +403,11 @@ class OptimizerPreparation:
             if isinstance(value, Tensor)
         ]
 
+    def counted(self) -> list[Tensor]:
+        """Parameters of whose changes autograd knows in plain training. Fused kernels tell it nothing."""
+        groups = [g for g in self._optimizer.param_groups if not self._user_flags(g).get("fused")]
+        return [p for group in groups for p in group["params"] if p.grad is not None]
+
     def remember(self) -> None:
         """Note the state's tensors, whose addresses a capture bakes in. Captures of before are for those of then."""
         if self._remembered is not None and not self.state_unchanged():

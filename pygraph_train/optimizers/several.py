@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, cast
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pygraph_train.graphs.engine import Engine
@@ -83,6 +84,9 @@ class SeveralPreparations(OptimizerPreparation):
 
     def hyperparameters(self) -> tuple[Any, ...]:
         return tuple(member.hyperparameters() for member in self._members)
+
+    def counted(self) -> list[Tensor]:
+        return [p for member in self._members for p in member.counted()]
 
     def remember(self) -> None:
         for member in self._members:

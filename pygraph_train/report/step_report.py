@@ -128,7 +128,7 @@ class StepReport(Printed):
     def update_ended(self, replayed: bool, waits: str) -> None:
         """An update came from a graph of its own, or waits for one, for this reason. Hot path."""
         self.optimizer_steps_replayed += replayed
-        self.update_waits = waits
+        self.update_waits = waits or self.update_waits
 
     def timed(self, with_graphs: float, without: float, work: float) -> None:
         """See `Chooser`: steps with graphs and steps without were timed. Seconds of one step."""

@@ -38,6 +38,9 @@ NO_GRAPH = Problem(
 )
 
 
+_SMALL = Problem("the model has too few operations for graphs of forward and backward")
+
+
 class Driver:
     """Drives the steps of one training. A class under it knows when they begin and end, and what its calls are.
 
@@ -75,7 +78,7 @@ class Driver:
         self._calls: Iterable[TracedCall] = []
         self._optimizers: Iterable[OptimizerGraph] = []
         self._silent = 0
-        self.within = False
+        self.within = self._lost = False
 
     def begin_with(self, engine: Engine) -> None:
         """Make graphs there."""
@@ -164,12 +167,16 @@ class Driver:
             replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
             r.replays = r.plain = r.parts = 0  # blocks share them
         missed = chooser is not None and chooser.misses(parts)
-        graphed = replays > 0 and not plain and not missed
+        graphed = replays > 0 and not (plain or missed or self._lost)
         for call in calls:
             call.regions.report_to(report, self.steps)
             call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
             if call.hopeless == _HOPELESS:
                 call.remove()
+                counts = any(region.counts for region in call.regions.regions)
+                self._lost |= counts
+                if not counts and [*calls] == [call]:
+                    self.tell(_SMALL)
         backward = graphed and self.config.backward != "off"
         report.step_ended(graphs_apart(graphed, backward, updates), updated=updated)
         if missed and self.replays:  # else another reason stands against all steps

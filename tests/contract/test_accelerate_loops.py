@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from pygraph_train import PyGraphError
 from pygraph_train.core.recording import RecordedRegion
 
 from .compare import Run, compare, same_as_plain
@@ -554,6 +556,115 @@ def test_the_gradient_of_a_hidden_state(run: Run) -> None:
         optimizer.zero_grad()
 
 
+class Features(Net):
+    """Returns what its results are computed from, and what no gradient goes through."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        logits = self.second(hidden)
+        return hidden, logits, logits.argmax(1)
+
+
+@pytest.mark.parametrize("asks", ["retain_grad", "hook", "grad"])
+@same_as_plain(refused="one graph has no gradient of a result from which another one is computed")
+def test_the_gradient_of_features_beside_predictions(run: Run, asks: str) -> None:
+    """Predictions come from the logits, but no gradient goes through them."""
+    accelerate, model = accelerator(run), Features()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for x, y in run.each(batches()):
+        hidden, logits, predicted = model(x)
+        run.note("predicted", predicted)
+        loss = cross_entropy(logits, y) + 0.1 * hidden.square().mean()
+        if asks == "retain_grad":
+            hidden.retain_grad()
+        elif asks == "hook":
+            hidden.register_hook(lambda g: g * 0.5)
+        else:
+            run.note("asked", torch.autograd.grad(loss, hidden, retain_graph=True))
+        accelerate.backward(loss)
+        run.note("gradient", hidden.grad if asks == "retain_grad" else None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("asks", ["retain_grad", "hook"])
+def test_a_gradient_of_features_that_no_graph_has_is_refused(asks: str) -> None:
+    """It is asked for after graphs were made, which have no such gradient."""
+
+    def training(run: Run) -> None:
+        accelerate, model = accelerator(run), Features()
+        model, optimizer = accelerate.prepare(model, adamw(model))
+        run.watch(model, optimizer)
+        for number, (x, y) in enumerate(run.each(batches(20))):
+            hidden, logits, _ = model(x)
+            loss = cross_entropy(logits, y) + hidden.square().mean()
+            if number < 18:
+                accelerate.backward(loss)
+                optimizer.step()
+            else:
+                hidden.retain_grad() if asks == "retain_grad" else hidden.register_hook(lambda g: -g)
+                with (
+                    pytest.raises(PyGraphError, match="computed, for the first time")
+                    if run.ours
+                    else nullcontext()
+                ):
+                    accelerate.backward(loss)
+                break
+            optimizer.zero_grad()
+
+    compare(training, replays=10, updates=0)
+
+
+@pytest.mark.parametrize("by", ["hand", "an update"])
+@same_as_plain(
+    replays=10, updates=0, last_bits=DEVICE == "cuda"
+)  # kernels that tell autograd are no fused ones
+def test_weights_that_change_before_their_backward(run: Run, by: str) -> None:
+    """Plain training raises: the gradient would be that of other weights."""
+    accelerate, model = accelerator(run), Net()
+    model, optimizer = accelerate.prepare(model, torch.optim.AdamW(model.parameters()))
+    run.watch(model, optimizer)
+    for number, (x, y) in enumerate(run.each(batches(24))):
+        out = model(x)
+        accelerate.backward(cross_entropy(out, y), retain_graph=True)
+        if number == 20 and by == "hand":
+            with torch.no_grad():
+                accelerate.unwrap_model(model).second.weight.mul_(0.9)
+        else:
+            optimizer.step()
+        if number >= 20:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                accelerate.backward(out.square().mean())
+            break
+        optimizer.zero_grad()
+
+
+class Undefined(torch.autograd.Function):
+    """Its backward has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.notices("absent gradients are zero")
+@same_as_plain(replays=12)
+def test_a_result_without_a_gradient(run: Run) -> None:
+    accelerate, model = accelerator(run), Features()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for x, y in run.each(batches(24)):
+        hidden, logits, _ = model(x)
+        accelerate.backward(cross_entropy(logits, y) + Undefined.apply(hidden).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.notices("absent gradients are zero")
 @same_as_plain(replays=8)
 def test_heads_that_take_turns(run: Run) -> None:
@@ -612,3 +723,50 @@ def test_the_compile_backend_with_a_stock_accelerator(run: Run) -> None:
     forget_accelerators()
     accelerate = Accelerator(cpu=DEVICE == "cpu")
     train_compiled(run, accelerate.prepare, accelerate.backward)
+
+
+class ViewsItsInput(nn.Sequential):
+    """No graph can hold it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x[:2]
+
+
+@same_as_plain(refused="a part has no graph, so no step has one as a whole")
+def test_steps_of_which_a_part_has_no_graph_are_not_told_as_whole(run: Run) -> None:
+    accelerate, body = accelerator(run), nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+    head = ViewsItsInput(*[nn.Linear(8, 8) for _ in range(4)])
+    body, head, optimizer = accelerate.prepare(body, head, adamw(nn.ModuleList([body, head])))
+    run.watch(body, head, optimizer)
+    for x, _ in run.each(batches(30)):
+        accelerate.backward(head(body(x))[0].square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.ours:
+        assert accelerate.pygraph.report().phases_from_graphs["F"] == 0
+
+
+SMALL = "the model has too few operations"
+IN_PLACE = "it writes in place what it is given, and gradients go through that"
+MANY = "is called more than 4 times before its backward"
+
+
+@pytest.mark.parametrize("why", [SMALL, IN_PLACE, MANY])
+def test_why_there_is_no_graph(why: str) -> None:
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model: nn.Module = nn.Linear(6, 3) if why is SMALL else nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+        first = nn.Linear(6, 6)
+        if why is IN_PLACE:
+            model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh())
+        model, optimizer = accelerate.prepare(model, adamw(nn.ModuleList([first, model])))
+        run.watch(model, optimizer)
+        for x, y in run.each(batches(24)):
+            given = [first(x) if why is IN_PLACE else x + i for i in range(5 if why is MANY else 1)]
+            accelerate.backward(sum(cross_entropy(out, y) for out in map(model, given)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if run.ours:
+            assert why in accelerate.pygraph.report().headline(), run
+
+    compare(training, refused=why, last_bits=why is MANY)

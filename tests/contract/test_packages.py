@@ -78,6 +78,9 @@ def test_peft(run: Run, *, way: str, checkpoints: bool) -> None:
     trainer(run, way, model=model, gradient_checkpointing=checkpoints, **options)
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
+)
 @pytest.mark.parametrize("adapted", [False, True])
 @same_as_plain(replays=8)
 def test_supervised_fine_tuning_of_trl(run: Run, *, adapted: bool) -> None:
@@ -87,6 +90,9 @@ def test_supervised_fine_tuning_of_trl(run: Run, *, adapted: bool) -> None:
     trained(run, trl.SFTTrainer, trl.SFTConfig, data, adapted=adapted, epochs=3)
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
+)
 @same_as_plain(replays=8)
 def test_preferences_of_trl(run: Run) -> None:
     """DPO: two forwards of the policy, and of a reference."""
@@ -145,6 +151,9 @@ def trained(
     train(run, made)
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
+)
 @same_as_plain(replays=8)
 def test_sentence_transformers(run: Run) -> None:
     """Its Trainer, with a contrastive loss: two forwards of one model."""

@@ -273,6 +273,35 @@ def test_a_reason_names_the_line_that_was_traced() -> None:
     assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + line}"
 
 
+def test_an_update_says_why_it_waits() -> None:
+    """A loss that is kept with its autograd graph, as for a log: its backward may come."""
+    model, kept = Net(), []
+    optimizer = adamw(model)
+
+    def step_fn(batch: Any) -> Tensor:
+        kept.append(cross_entropy(model(batch[0] * 2), batch[1]))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    options: dict[str, Any] = {
+        "engine": ENGINE,
+        "warmup_steps": 2,
+        "forward": "on",
+        "manual_optimization": True,
+    }
+    with GraphedStep(step_fn, model=model, optimizer=optimizer, **options) as step:
+        for number, batch in enumerate(batches(30)):
+            step(batch)
+            if number < 12 or len(kept) > 2:
+                kept.clear()
+        report = step.report()
+    assert 0 < report.phases_from_graphs["O"] < 20 < report.phases_from_graphs["F"]
+    assert "a forward still waits for its backward" in report.headline()
+
+
 @pytest.mark.parametrize(("warmup_steps", "steps"), [(2, 7), (3, 8)])
 @pytest.mark.quick
 def test_the_report_of_a_short_run_tells_of_its_last_steps(warmup_steps: int, steps: int) -> None:
