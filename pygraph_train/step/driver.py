@@ -78,7 +78,8 @@ class Driver:
         self._calls: Iterable[TracedCall] = []
         self._optimizers: Iterable[OptimizerGraph] = []
         self._silent = 0
-        self.within = self._lost = False
+        self.within = False
+        self._lost = False  # whether a part of the steps has no graph and is not looked at any more
 
     def begin_with(self, engine: Engine) -> None:
         """Make graphs there."""

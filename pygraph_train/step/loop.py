@@ -158,7 +158,7 @@ class Loop(Driver):
         elif problem is not None:
             self.tell(problem)
         else:
-            self.over = False
+            self.over = self._lost = False
             if compiled:
                 config = dataclasses.replace(config, compile=True)
             if replication.blocks:
