@@ -1,14 +1,16 @@
 """An extension of Dynamo: lists that grow from step to step stay out of the graph, and no guard looks at their length.
 
 Dynamo guards the length of a list that outlives a step, so `losses.append(loss)` would be traced anew in every step. It
-breaks the graph at such a list instead, and Python appends. So it does at generators of `random`, of which it would
-draw once (2.11 to 2.14). A float64 of NumPy is a float: Dynamo makes a tensor of it, of another type. (2.11 to 2.15)
+breaks the graph at such a list instead, and Python appends. So it does at `append` where a graph ends behind it, as in
+`losses.append(loss.item())`: that is another object in each step. And at generators of `random`, of which it would draw
+once. A float64 of NumPy is a float: Dynamo makes a tensor of it, of another type. (2.11 to 2.15)
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,18 +43,18 @@ class Growing:
         from torch._dynamo.variables import UserDefinedObjectVariable
         from torch._dynamo.variables.builder import VariableBuilder
 
-        table: dict[Any, Any] = VariableBuilder._type_dispatch()
-        stock = table[list]  # of a deque as well
+        stock, lists = VariableBuilder._wrap, (list, deque)
+        numpy_float = getattr(sys.modules.get("numpy"), "float64", None)
 
-        def left(builder: Any, value: Any) -> Any:
-            builder.install_guards(GuardBuilder.TYPE_MATCH)
-            return UserDefinedObjectVariable(value, source=builder.source)
+        def wrap(builder: Any, value: Any) -> Any:
+            waits = str(getattr(builder.source, "local_name", "")).startswith("___stack")
+            appends = waits and isinstance(value, types.BuiltinMethodType) and type(value.__self__) in lists
+            if appends or type(value) is random.Random or (type(value) in lists and self.grows(value)):
+                builder.install_guards(GuardBuilder.TYPE_MATCH)
+                return UserDefinedObjectVariable(value, source=builder.source)
+            return (
+                builder.wrap_symfloat(float(value)) if type(value) is numpy_float else stock(builder, value)
+            )
 
-        def wrapped(builder: Any, value: Any) -> Any:
-            return left(builder, value) if self.grows(value) else stock(builder, value)
-
-        changed: dict[Any, Any] = {list: wrapped, deque: wrapped, random.Random: left}
-        if (numpy := sys.modules.get("numpy")) is not None:
-            changed[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
-        with mock.patch.dict(table, changed):
+        with mock.patch.object(VariableBuilder, "_wrap", wrap):
             yield

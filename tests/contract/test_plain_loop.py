@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphError, explain
+from pygraph_train.torch_private.stock_dynamo import traces
 
 from .compare import ENGINE, Run, compare, same_as_plain
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
@@ -271,6 +272,24 @@ def test_a_reason_names_the_line_that_was_traced() -> None:
     (obstacle,) = explain(step_fn, batch, model=model, optimizer=adamw(model)).to_dict()["obstacles"]
     line = 2 if ENGINE == "emulated" else 1  # CUDA copies the number to the device
     assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + line}"
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_number_that_is_appended_takes_no_trace_in_each_step(last: bool) -> None:
+    """`append` waits on the stack of the function while the graph in front of the number ends."""
+    model, found = Net(), list[float]()
+
+    def step_fn(batch: Any) -> Tensor:
+        out = model(batch[0])
+        loss = cross_entropy(out, batch[1])
+        found.append((loss if last else out.mean()).item())
+        return loss if last else cross_entropy(out, batch[1])
+
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "forward": "on"}
+    with GraphedStep(step_fn, model=model, optimizer=adamw(model), **options) as step:
+        counts = [(step(batch), traces())[1] for batch in batches(30)]
+        assert step.report().phases_from_graphs["F"] >= 20
+    assert counts[3] == counts[-1] and len(found) == 30
 
 
 def test_an_update_says_why_it_waits() -> None:
