@@ -1,9 +1,10 @@
-"""What is changed for a while: attributes of somebody else's objects, and when Python collects garbage."""
+"""What is changed for a while: attributes of somebody else's objects, and when Python collects garbage; and copies."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,3 +54,18 @@ def not_collecting() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def copied_function(fn: Callable[..., Any]) -> Any:
+    """A function with code of its own.
+
+    Dynamo never looks again at code that failed in a trace, on a bad batch as well, or that many models have shared.
+    """
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(copied_function(fn.__func__), fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    code = fn.__code__.replace()
+    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy

@@ -27,6 +27,7 @@ class Growing:
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
         self.found: set[int] = set()
 
     def grows(self, value: Any) -> bool:
@@ -36,19 +37,27 @@ class Growing:
             self.found.add(key)
         return key in self.found
 
+    def counts(self, name: str, value: Any) -> bool:
+        """Whether a number of a global object has changed since it was traced before. Dynamo takes it for fixed."""
+        counted = type(value) is int and name.startswith("G[")
+        return counted and self._numbers.setdefault(name, value) != value
+
     @contextmanager
     def left_to_python(self) -> Iterator[None]:
         """Around a trace."""
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.variables import UserDefinedObjectVariable
         from torch._dynamo.variables.builder import VariableBuilder
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        stock, lists = VariableBuilder._wrap, (list, deque)
+        stock, number, lists = VariableBuilder._wrap, VariableBuilder.wrap_symint, (list, deque)
         numpy_float = getattr(sys.modules.get("numpy"), "float64", None)
 
         def wrap(builder: Any, value: Any) -> Any:
             waits = str(getattr(builder.source, "local_name", "")).startswith("___stack")
             appends = waits and isinstance(value, types.BuiltinMethodType) and type(value.__self__) in lists
+            if self.counts(builder.name, value):
+                return number(builder, value, DimDynamic.DYNAMIC)
             if appends or type(value) is random.Random or (type(value) in lists and self.grows(value)):
                 builder.install_guards(GuardBuilder.TYPE_MATCH)
                 return UserDefinedObjectVariable(value, source=builder.source)

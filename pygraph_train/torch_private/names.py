@@ -129,7 +129,7 @@ NAMES = {
         "lists that grow from step to step": """
             torch._dynamo.guards: GuardBuilder.TYPE_MATCH
             torch._dynamo.variables: UserDefinedObjectVariable
-            torch._dynamo.variables.builder: VariableBuilder._wrap
+            torch._dynamo.variables.builder: VariableBuilder._wrap VariableBuilder.wrap_symint
             torch._dynamo.variables.optimizer: OptimizerVariable._set_capturable
         """,
     },

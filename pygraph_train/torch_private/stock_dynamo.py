@@ -24,7 +24,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import not_collecting, nothing, standing_in
+from pygraph_train.patches import copied_function, not_collecting, nothing, standing_in
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -103,21 +103,6 @@ such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 coun
 
 _MOST_ANEW = 8
 """So often a function whose step raised while it was traced is traced as if it were another one."""
-
-
-def _copied(fn: Callable[..., Any]) -> Any:
-    """A function with code of its own.
-
-    Dynamo never looks again at code that failed in a trace, on a bad batch as well, or that many models have shared.
-    """
-    if isinstance(fn, types.MethodType):
-        return types.MethodType(_copied(fn.__func__), fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    code = fn.__code__.replace()
-    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
 
 
 def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -431,7 +416,7 @@ class CompiledFunction:
         here, compiled = _here, self._compiled
         if compiled is None:
             quietly(_tell_dynamo)
-            compiled = self._compile(_copied(self.fn))
+            compiled = self._compile(copied_function(self.fn))
         here.called.append(self)
         self.given = args, kwargs
         graded = torch.is_grad_enabled()
@@ -445,7 +430,7 @@ class CompiledFunction:
             torch.set_grad_enabled(graded)  # a graph that switches it and raises leaves it switched
             if here.settings is not None and self._anew < _MOST_ANEW:
                 self._anew += 1
-                self._compile(_copied(self.fn))
+                self._compile(copied_function(self.fn))
             raise
         finally:
             here.called.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,33 @@ def test_a_number_that_is_appended_takes_no_trace_in_each_step(last: bool) -> No
         counts = [(step(batch), traces())[1] for batch in batches(30)]
         assert step.report().phases_from_graphs["F"] >= 20
     assert counts[3] == counts[-1] and len(found) == 30
+
+
+COUNTS = SimpleNamespace(right=0, steps=0, told=[])
+"""Of a script, whose functions find it among their globals: Dynamo takes its numbers for fixed ones."""
+
+
+def test_counters_of_a_script_take_no_trace_in_each_step() -> None:
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        vars(COUNTS).update(right=0, steps=0, told=[])
+
+        def step_fn(batch: Any, model: nn.Module = model) -> Tensor:
+            out = model(batch[0])
+            COUNTS.steps += 1
+            COUNTS.right += (out.argmax(1) == batch[1]).sum().item()
+            COUNTS.told.append((COUNTS.steps, out.mean().item()))
+            return cross_entropy(out, batch[1])
+
+        options: dict[str, Any] = {"engine": ENGINE if ours else "off", "warmup_steps": 2, "forward": "on"}
+        with GraphedStep(step_fn, model=model, optimizer=adamw(model), **options) as step:
+            counts = [(step(batch), traces())[1] for batch in batches(30)]
+            assert not ours or step.report().phases_from_graphs["F"] >= 15
+        assert counts[8] == counts[-1]
+        found.append([*vars(COUNTS).values(), *(p.tolist() for p in model.parameters())])
+    assert found[0] == found[1] and found[0][1] == 30
 
 
 def test_an_update_says_why_it_waits() -> None:
