@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,3 +70,10 @@ def copied_function(fn: Callable[..., Any]) -> Any:
     copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
+
+
+def held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that does not keep its owner: Dynamo keeps all backends."""
+    method = isinstance(backend, types.MethodType)
+    found: Any = weakref.WeakMethod(backend) if method else weakref.ref(backend)
+    return lambda gm, examples: found()(gm, examples)

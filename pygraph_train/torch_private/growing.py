@@ -26,8 +26,7 @@ class Growing:
     """
 
     def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}
-        self._numbers: dict[str, int] = {}
+        self._lengths, self._numbers = dict[int, int](), dict[str, int]()
         self.found: set[int] = set()
 
     def grows(self, value: Any) -> bool:

@@ -139,8 +139,9 @@ NAMES = {
             torch._dynamo.exc: Unsupported
             torch._dynamo.output_graph: GraphCompileReason OutputGraph._get_stack_values_to_restore
             torch._dynamo.symbolic_convert: InliningInstructionTranslator.inline_call
-                InstructionTranslatorBase.speculate
-            torch._dynamo.variables: LazyVariableTracker.realize_all
+                InstructionTranslatorBase.speculate InstructionTranslatorBase._format_value
+            torch._dynamo.variables.lazy: LazySymNodeFormatString LazyVariableTracker.create
+                LazyVariableTracker.realize_all torch._dynamo.variables.tensor: SymNodeVariable
         """,
         "what recurrent layers give": "torch._decomp.decompositions: one_layer_lstm one_layer_rnn",
     },

@@ -24,7 +24,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, executes, quietly, surely
-from pygraph_train.patches import copied_function, not_collecting, nothing, standing_in
+from pygraph_train.patches import copied_function, held_weakly, not_collecting, nothing, standing_in
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.growing import Growing
 from pygraph_train.torch_private.names import private
@@ -103,13 +103,6 @@ such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 coun
 
 _MOST_ANEW = 8
 """So often a function whose step raised while it was traced is traced as if it were another one."""
-
-
-def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that does not keep its owner: Dynamo keeps all backends."""
-    method = isinstance(backend, types.MethodType)
-    found: Any = weakref.WeakMethod(backend) if method else weakref.ref(backend)
-    return lambda gm, examples: found()(gm, examples)
 
 
 class _Here(threading.local):
@@ -235,10 +228,12 @@ def _at_breaks() -> Iterator[None]:
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.output_graph import GraphCompileReason, OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import LazyVariableTracker
+    from torch._dynamo.variables.lazy import LazySymNodeFormatString, LazyVariableTracker
+    from torch._dynamo.variables.tensor import SymNodeVariable
 
     stock, realize_all = InliningInstructionTranslator.inline_call, LazyVariableTracker.realize_all
     speculate, found = InstructionTranslatorBase.speculate, dict[Any, Unsupported]()
+    write = InstructionTranslatorBase._format_value
 
     def inline(parent: Any, *given: Any, **named: Any) -> Any:
         call = parent.f_code, parent.instruction_pointer
@@ -265,10 +260,21 @@ def _at_breaks() -> Iterator[None]:
         breaks = sys._getframe(1).f_code is OutputGraph._get_stack_values_to_restore.__code__
         return value if breaks else realize_all(value, *given, **named)
 
-    kinds = InliningInstructionTranslator, LazyVariableTracker, InstructionTranslatorBase
-    changes = staticmethod(inline), staticmethod(look), begin  # type: ignore[arg-type]
+    def text(tracer: Any, spec: Any, flags: int) -> None:
+        if not isinstance(tracer.stack[-1], SymNodeVariable):
+            return write(tracer, spec, flags)
+        of_trace = {"tx": tracer} if "tx" in inspect.signature(LazyVariableTracker.create).parameters else {}
+        number = LazySymNodeFormatString(
+            tracer.pop(), spec
+        )  # with its source it would be no text behind a break
+        tracer.push(LazyVariableTracker.create(number, source=None, **of_trace))
+
+    kinds = InliningInstructionTranslator, LazyVariableTracker, *[InstructionTranslatorBase] * 2
+    changes = staticmethod(inline), staticmethod(look), begin, text  # type: ignore[arg-type]
     try:
-        with standing_in(zip(kinds, ("inline_call", "realize_all", "speculate"), changes, strict=True)):
+        with standing_in(
+            zip(kinds, ("inline_call", "realize_all", "speculate", "_format_value"), changes, strict=True)
+        ):
             yield
     finally:
         found.clear()
@@ -400,7 +406,7 @@ class CompiledFunction:
         self.fn, self.patience, self.growing = fn, math.inf, Growing()
         self.given: tuple[Any, ...] = ()
         self.around: Callable[..., Any] = lambda *given: nullcontext()
-        self._backend, self._options, self._anew = _held_weakly(backend), _APART | options, 0
+        self._backend, self._options, self._anew = held_weakly(backend), _APART | options, 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -320,6 +320,25 @@ def test_counters_of_a_script_take_no_trace_in_each_step() -> None:
     assert found[0] == found[1] and found[0][1] == 30
 
 
+def test_a_text_with_a_counter_and_a_number_of_the_step() -> None:
+    """The text of the counter waits on the stack while the graph in front of the other number ends."""
+    model, told = Net(), list[str]()
+    vars(COUNTS).update(steps=0)
+
+    def step_fn(batch: Any) -> Tensor:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        COUNTS.steps += 1
+        if COUNTS.steps % 5 == 0:
+            told.append(f"step {COUNTS.steps}: {loss.item():.3f}")
+        return loss
+
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "forward": "on"}
+    with GraphedStep(step_fn, model=model, optimizer=adamw(model), **options) as step:
+        losses = [float(step(batch)) for batch in batches(40)]
+        assert step.report().phases_from_graphs["F"] >= 20
+    assert told == [f"step {number}: {losses[number - 1]:.3f}" for number in range(5, 41, 5)]
+
+
 def test_an_update_says_why_it_waits() -> None:
     """A loss that is kept with its autograd graph, as for a log: its backward may come."""
     model, kept = Net(), []
