@@ -262,6 +262,8 @@ class _Replay(torch.autograd.Function):
             raise theirs(error)  # noqa: B904
         slot: Slot = ctx.slot
         if (list(map(tensor_version, ctx.saved)) != ctx.versions or ctx.inner) and (why := _changed(ctx)):
+            if isinstance(why, PyGraphError):
+                slot.region.inner_is_asked_for()
             raise why
         seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
         if not torch.is_grad_enabled() and slot.generation == ctx.generation:
@@ -289,7 +291,6 @@ def _changed(ctx: Any) -> Exception | None:
             )
         )
     if ctx.inner and any(_is_listened_to(t) for ref in ctx.inner if (t := ref()) is not None):
-        ctx.slot.region.inner_is_asked_for()
         return PyGraphError(
             "a gradient is asked for of a result from which another result is computed, for the first time, and a "
             "replay computes none. Set PYGRAPH_DISABLE=1 in the environment, or ask for it from the first step on"
@@ -419,10 +420,8 @@ def replay(
     differ = _Replay.apply((slot, given, delivery, routes, way, beside, made), *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
-    if inner := slot.region.inner:
-        leading = set(slot.differ)
-        found = [weakref.ref(made[i]) for i in slot.differ if leading & inner.get(i, leading - leading)]
-        differ[0].grad_fn.inner = found
+    if slot.inner:
+        differ[0].grad_fn.inner = [weakref.ref(made[i]) for i in slot.inner]
     return made
 
 

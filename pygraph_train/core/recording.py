@@ -138,6 +138,7 @@ class RegionCall:
         leads: positions of inputs that get gradients.
         lent: see `PhaseRegion`.
         differ: positions of outputs that require gradients.
+        inner: those of `differ` from which another one is computed.
         saved: positions of parameters that the forward saves for its backward.
         region: whose graph it is.
         generation: grows with each forward.
@@ -155,6 +156,7 @@ class RegionCall:
     stay: frozenset[int] = frozenset()
     saved: Collection[int] = ()
     differ: list[int]
+    inner: list[int]
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
         self.region, self.generation = region, 0
@@ -253,6 +255,7 @@ class UnrecordedCall(RegionCall):
         with self._memory.used(self._engine), torch.enable_grad():
             self._outputs = self.region.run(*self._static)
         self.differ = [i for i, o in enumerate(self._outputs) if isinstance(o, Tensor) and o.requires_grad]
+        self.inner = self.region.inner_of(self.differ)
         made: list[Any] = []
         for output in self._outputs:
             if not isinstance(output, Tensor) or id(output) in known:
@@ -401,6 +404,7 @@ class RecordedRegion(RegionCall):
             self.region.agree(True)
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
+        self.inner = self.region.inner_of(self.differ)
         self.saved = {i for i in self.leads if memory_of(self._static[i]) in self._activations.lie}
         self._hand_out = [self._how(o) for o in outputs]
         for output, how in zip(map(local_tensor, outputs), self._hand_out, strict=True):

@@ -374,7 +374,6 @@ class PhaseRegion:
         asked: sets of positions of outputs whose gradients one backward has asked for.
         placements: by the position of an output, those of its gradient, where that is a DTensor.
         orders: by the position of an output, how its gradient lies in memory, see `Tensor.dim_order`.
-        inner: by the position of a result from which others are computed, the positions of these.
         keeps: whether a backward was called with retain_graph=True.
         device: the kind of device.
         autocast: what backwards ran under in the first calls, see `autocast_now`.
@@ -413,7 +412,7 @@ class PhaseRegion:
         body = gm if self._numbered is None else self._numbered.body
         names = written_inputs(gm)
         self._writes = {i for i, n in enumerate(body.graph.find_nodes(op="placeholder")) if n.name in names}
-        self.inner = _inner(body)
+        self._inner = _inner(body)
         self.reason: str | None = None
         self._begin()
         if why is not None:
@@ -481,6 +480,10 @@ class PhaseRegion:
         self.close()
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 
+    def inner_of(self, leading: Iterable[int]) -> list[int]:
+        """Those of some results that lead to gradients from which another one of them is computed."""
+        return [i for i in leading if not self._inner.get(i, set()).isdisjoint(leading)]
+
     def differentiated_twice(self) -> None:
         """Somebody differentiates a backward of it. Graphs whose own backward is still to come live on."""
         self._stops("its backward is differentiated itself (create_graph=True)")
@@ -514,7 +517,7 @@ class PhaseRegion:
             return self._plainly(*given)
         if self.reason is not None or owner.closed:
             return self.run_plainly(*given)
-        if self.calls < owner.config.warmup_steps + bool(self.inner) or not (
+        if self.calls < owner.config.warmup_steps + bool(self._inner) or not (
             self._asking or self.inference or self.calls > _PATIENCE
         ):
             return self._watched(given)
@@ -625,9 +628,9 @@ class PhaseRegion:
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(values[i].detach(), c)}
         places = [memory_of(t) for t in (*given, *made) if isinstance(t, Tensor)]
-        leading = {i for i, t in enumerate(made) if isinstance(t, Tensor) and t.requires_grad}
-        kept = [i for i, later in self.inner.items() if self.calls == 1 and later & leading]
-        self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
+        leading = [i for i, t in enumerate(made) if isinstance(t, Tensor) and t.requires_grad]
+        kept = self.inner_of(leading) if self.calls == 1 else ()
+        self._handed = [weakref.ref(made[i]) for i in kept]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
         self._usual &= self.last == 1 and all(t.grad is None for t in trained)
         # those that are lent are copied for each backward
@@ -1074,12 +1077,12 @@ class _NoPart(Exception):
 def _inner(gm: GraphModule) -> dict[int, set[int]]:
     """Positions of results from which others are computed, and which those are."""
     output, *others = reversed(gm.graph.nodes)
-    results = output.args[0]
-    found: dict[Node, set[int]] = {output: set()}
+    results = [(i, r) for i, r in enumerate(output.args[0]) if isinstance(r, Node)]
+    later: dict[Node, set[int]] = {output: set()}
     for node in others:
-        found[node] = {i for user in node.users for i in found[user]}
-        found[node] |= {i for i, r in enumerate(results) for user in node.users if r is user}
-    return {i: found[r] for i, r in enumerate(results) if isinstance(r, Node) and found[r]}
+        later[node] = set().union(*(later[user] for user in node.users))
+        later[node] |= {i for i, r in results if r in node.users}
+    return {i: later[r] for i, r in results if later[r]}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
