@@ -1,4 +1,6 @@
-"""What is changed for a while: attributes of somebody else's objects, and when Python collects garbage; and copies."""
+"""What is changed for a while: attributes of somebody else's objects, and when Python collects garbage. And what stands
+for a call: a copy of its function, or what does not keep its object.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,7 @@ def copied_function(fn: Callable[..., Any]) -> Any:
     return copy
 
 
-def held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend that does not keep its owner: Dynamo keeps all backends."""
-    method = isinstance(backend, types.MethodType)
-    found: Any = weakref.WeakMethod(backend) if method else weakref.ref(backend)
-    return lambda gm, examples: found()(gm, examples)
+def held_weakly(call: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """A method or a callable object that the result does not keep; what is returned (`otherwise`) once that is gone."""
+    known: Any = (weakref.WeakMethod if isinstance(call, types.MethodType) else weakref.ref)(call)
+    return lambda *given: otherwise if (there := known()) is None else there(*given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.patches import held_weakly
 from pygraph_train.plans import NOTHING, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import give_reason
@@ -21,8 +22,6 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.traced_call import TracedCall, tensors_of
 from pygraph_train.torch_private.stock_dynamo import traces
-
-R = TypeVar("R")
 
 _PATIENCE = 20
 """Steps in a row without a graph of forward and backward, and without a reason, after which one is given."""
@@ -71,7 +70,7 @@ class Driver:
         even: Callable[[], bool],
     ) -> None:
         self.config, self.report, self.left, self.even = config, report, left, even
-        self.boundary = Boundary(_weakly(self.tell, None), _weakly(rest, None))
+        self.boundary = Boundary(held_weakly(self.tell), held_weakly(rest))
         self.engine: Engine | None = None
         self.chooser: Chooser | None = None
         self.steps = self.replays = self.reasons = 0
@@ -122,15 +121,15 @@ class Driver:
         known = weakref.ref(model)
         given = self.engine, config or self.config, lambda: tensors_of(known()), tell, self.boundary
         regions = PhaseRegions(*given, **options)
-        regions.settle = _weakly(self.settle, None)
+        regions.settle = held_weakly(self.settle)
         if self.chooser is not None:
-            regions.pays = _weakly(self.chooser.pays, True)
+            regions.pays = held_weakly(self.chooser.pays, True)
         return regions
 
     def graph_of(self, program: UpdateProgram) -> OptimizerGraph:
         """What makes an update from a graph. Its optimizer may keep it, and so it does not keep this object."""
         assert self.engine is not None
-        return OptimizerGraph(program, self.engine, self.config, self.report, _weakly(self.tell, None))
+        return OptimizerGraph(program, self.engine, self.config, self.report, held_weakly(self.tell))
 
     def settle(self) -> None:
         """See `PhaseRegions.settle`."""
@@ -215,9 +214,3 @@ class Driver:
         """Give everything back as it was, and release all graphs. The report stays."""
         if self.engine is not None:
             quietly(self.engine.close)
-
-
-def _weakly(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
-    """A method of an object that the result does not keep; what is returned (`otherwise`) once that is gone."""
-    known = weakref.WeakMethod(method)
-    return lambda *given: otherwise if (there := known()) is None else there(*given)

@@ -1,9 +1,10 @@
-"""An extension of Dynamo: lists that grow from step to step stay out of the graph, and no guard looks at their length.
+"""An extension of Dynamo: lists that grow and numbers that count from step to step take no trace in each of them.
 
 Dynamo guards the length of a list that outlives a step, so `losses.append(loss)` would be traced anew in every step. It
-breaks the graph at such a list instead, and Python appends. So it does at `append` where a graph ends behind it, as in
-`losses.append(loss.item())`: that is another object in each step. And at generators of `random`, of which it would draw
-once. A float64 of NumPy is a float: Dynamo makes a tensor of it, of another type. (2.11 to 2.15)
+breaks the graph at such a list instead, and Python appends; also at `append` where a graph ends behind it, as in
+`losses.append(loss.item())`: that is another object in each step; and at generators of `random`, of which it would draw
+once. It takes integers of global objects for fixed; those that change are numbers here. And it would make a tensor of a
+float64 of NumPy, of another type. (2.11 to 2.15)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unittest import mock
 
 
 class Growing:
-    """The lists that one function was traced with. One that has grown at its next trace is left to Python from then on.
+    """The lists and numbers that one function was traced with. A list that has grown since is left to Python.
 
     Attributes:
         found: ids of those that grow.
@@ -50,7 +51,7 @@ class Growing:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         stock, number, lists = VariableBuilder._wrap, VariableBuilder.wrap_symint, (list, deque)
-        numpy_float = getattr(sys.modules.get("numpy"), "float64", None)
+        double = getattr(sys.modules.get("numpy"), "float64", None)
 
         def wrap(builder: Any, value: Any) -> Any:
             waits = str(getattr(builder.source, "local_name", "")).startswith("___stack")
@@ -60,9 +61,7 @@ class Growing:
             if appends or type(value) is random.Random or (type(value) in lists and self.grows(value)):
                 builder.install_guards(GuardBuilder.TYPE_MATCH)
                 return UserDefinedObjectVariable(value, source=builder.source)
-            return (
-                builder.wrap_symfloat(float(value)) if type(value) is numpy_float else stock(builder, value)
-            )
+            return builder.wrap_symfloat(float(value)) if type(value) is double else stock(builder, value)
 
         with mock.patch.object(VariableBuilder, "_wrap", wrap):
             yield

@@ -233,7 +233,8 @@ def _at_breaks() -> Iterator[None]:
 
     stock, realize_all = InliningInstructionTranslator.inline_call, LazyVariableTracker.realize_all
     speculate, found = InstructionTranslatorBase.speculate, dict[Any, Unsupported]()
-    write = InstructionTranslatorBase._format_value
+    write, create = InstructionTranslatorBase._format_value, LazyVariableTracker.create
+    takes_tracer = "tx" in inspect.signature(create).parameters  # not in 2.11 and 2.15
 
     def inline(parent: Any, *given: Any, **named: Any) -> Any:
         call = parent.f_code, parent.instruction_pointer
@@ -263,18 +264,18 @@ def _at_breaks() -> Iterator[None]:
     def text(tracer: Any, spec: Any, flags: int) -> None:
         if not isinstance(tracer.stack[-1], SymNodeVariable):
             return write(tracer, spec, flags)
-        of_trace = {"tx": tracer} if "tx" in inspect.signature(LazyVariableTracker.create).parameters else {}
-        number = LazySymNodeFormatString(
-            tracer.pop(), spec
-        )  # with its source it would be no text behind a break
-        tracer.push(LazyVariableTracker.create(number, source=None, **of_trace))
+        # with the source of its number it would be the number behind a break, and no text
+        given = {"source": None, "tx": tracer} if takes_tracer else {"source": None}
+        tracer.push(create(LazySymNodeFormatString(tracer.pop(), spec), **given))
 
-    kinds = InliningInstructionTranslator, LazyVariableTracker, *[InstructionTranslatorBase] * 2
-    changes = staticmethod(inline), staticmethod(look), begin, text  # type: ignore[arg-type]
+    changes: list[tuple[Any, str, Any]] = [
+        (InliningInstructionTranslator, "inline_call", staticmethod(inline)),
+        (LazyVariableTracker, "realize_all", staticmethod(look)),
+        (InstructionTranslatorBase, "speculate", begin),
+        (InstructionTranslatorBase, "_format_value", text),
+    ]
     try:
-        with standing_in(
-            zip(kinds, ("inline_call", "realize_all", "speculate", "_format_value"), changes, strict=True)
-        ):
+        with standing_in(changes):
             yield
     finally:
         found.clear()
@@ -393,7 +394,7 @@ class CompiledFunction:
 
     Args:
         fn: the user's.
-        backend: gets each graph. It is not kept alive.
+        backend: gets each graph. It is not kept alive, though Dynamo keeps all backends.
         **options: further ones of `torch.compile`.
 
     Attributes:
