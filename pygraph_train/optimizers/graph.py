@@ -67,7 +67,7 @@ _Key = tuple[bool, ...]
 """Which parameters have no gradient; empty where all have one."""
 
 _NO_GRADIENT = (
-    "None of the optimizer's parameters had a gradient in the latest step. Make the optimizer behind what replaces "
+    "In some steps none of the optimizer's parameters had a gradient. Make the optimizer behind what replaces "
     "parameters, as load_state_dict(assign=True) does"
 )
 
