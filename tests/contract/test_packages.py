@@ -15,6 +15,11 @@ from .compare import Run, same_as_plain
 from .frameworks import fit, forget_accelerators, sentences, train, trainer
 from .models import DEVICE, adamw
 
+NEEDS_THE_CPU = pytest.mark.skipif(
+    DEVICE == "cuda",
+    reason="its loader fails where the default device is no CPU, as the contract sets it on CUDA",
+)
+
 pytest.importorskip("transformers")
 
 
@@ -78,9 +83,7 @@ def test_peft(run: Run, *, way: str, checkpoints: bool) -> None:
     trainer(run, way, model=model, gradient_checkpointing=checkpoints, **options)
 
 
-@pytest.mark.skipif(
-    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
-)
+@NEEDS_THE_CPU
 @pytest.mark.parametrize("adapted", [False, True])
 @same_as_plain(replays=8)
 def test_supervised_fine_tuning_of_trl(run: Run, *, adapted: bool) -> None:
@@ -90,9 +93,7 @@ def test_supervised_fine_tuning_of_trl(run: Run, *, adapted: bool) -> None:
     trained(run, trl.SFTTrainer, trl.SFTConfig, data, adapted=adapted, epochs=3)
 
 
-@pytest.mark.skipif(
-    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
-)
+@NEEDS_THE_CPU
 @same_as_plain(replays=8)
 def test_preferences_of_trl(run: Run) -> None:
     """DPO: two forwards of the policy, and of a reference."""
@@ -151,9 +152,7 @@ def trained(
     train(run, made)
 
 
-@pytest.mark.skipif(
-    DEVICE == "cuda", reason="its loader makes tensors of the CPU, where the contract sets a default device"
-)
+@NEEDS_THE_CPU
 @same_as_plain(replays=8)
 def test_sentence_transformers(run: Run) -> None:
     """Its Trainer, with a contrastive loss: two forwards of one model."""

@@ -464,9 +464,8 @@ def test_closed_graphs_and_engines_refuse_work(engine: EmulatedEngine) -> None:
     graph.close()
     with pytest.raises(RuntimeError, match="graph is closed"):
         graph.replay()
-    waiting, _ = engine.capture(
-        lambda: torch.ones(1)
-    )  # for its backward, where the user's exception ends a training
+    # it waits for its backward, where an exception of the user's has ended a training
+    waiting, _ = engine.capture(lambda: torch.ones(1))
     engine.close()
     waiting.close()
     with pytest.raises(RuntimeError, match="engine is closed"):
