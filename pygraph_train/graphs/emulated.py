@@ -31,6 +31,8 @@ from pygraph_train.torch_private.dispatch import (
     has_no_memory,
     no_torch_function,
     schema_of,
+    unsent,
+    wait_for,
 )
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.trees import leaves_of, map_leaves, tensors_in
@@ -52,7 +54,7 @@ _HOST_READS = {
 
 _aten = torch.ops.aten
 
-_FUNCTIONAL = "_c10d_functional"  # operators in which other processes take part
+_FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"  # operators in which other processes take part
 
 
 class EmulatedEngine:
@@ -89,7 +91,7 @@ class EmulatedEngine:
 
         Raises:
             CaptureError: `fn` read a value on the host, set the random state, or used something that the
-                tape cannot hold (sparse tensors, other devices, collectives that only write in place).
+                tape cannot hold (sparse tensors, other devices).
             RuntimeError: another capture is under way, or the engine is closed.
         """
         if self._closed:
@@ -142,7 +144,7 @@ class EmulatedGraph:
 
     def __init__(self, operations: list[_Operation]) -> None:
         self._operations = operations
-        self._freed = _freed(operations)
+        self._emptied = _emptied(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
 
@@ -150,34 +152,39 @@ class EmulatedGraph:
         """Run the recorded operations in order, in the current random state."""
         if self.closed:
             raise RuntimeError("this graph is closed: capture it again instead of replaying it")
-        sizes = [storage.nbytes() for storage, _ in self._freed]
-        for storage, size in self._freed:
-            storage.resize_(max(size, storage.nbytes()))
+        empty = [row for row in self._emptied if row[0].nbytes() < row[1]]
+        sizes = [storage.nbytes() for storage, _, _ in empty]
+        for storage, needed, _ in empty:
+            storage.resize_(needed)
         with below_autograd():
             for operation in self._operations:
                 operation.run()
-        for (storage, _), size in zip(self._freed, sizes, strict=True):
-            storage.resize_(size)
+        for (storage, _, freed), size in zip(empty, sizes, strict=True):
+            if freed:
+                storage.resize_(size)
 
     def close(self) -> None:
         """Release the recorded storages that nobody else holds."""
-        self._operations, self._freed = [], []
+        self._operations, self._emptied = [], []
         self.closed = True
 
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> RecordedNumbers:
         return RecordedNumbers(self._operations, sets, kernels)
 
 
-def _freed(operations: list[_Operation]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Storages that have no memory after the capture, and how many bytes the operations use (FSDP's gathered ones)."""
-    needed: dict[int, tuple[torch.UntypedStorage, int]] = {}
+def _emptied(operations: list[_Operation]) -> list[tuple[torch.UntypedStorage, int, bool]]:
+    """Storages that may lose their memory between replays, as FSDP's gathered ones do, how many bytes the operations
+    use, and whether they have none after the capture.
+    """
+    needed: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
     for tensor in (tensor for operation in operations for tensor in operation.tensors()):
         storage = tensor.untyped_storage()
-        if storage.nbytes() or not tensor.numel():
+        if not tensor.numel() or not storage.resizable():
             continue
         end = (int(tensor.storage_offset()) + extent(tensor.size(), tensor.stride())) * tensor.element_size()
         key = storage_key(storage)
-        needed[key] = (storage, max(end, needed[key][1] if key in needed else 0))
+        known = needed[key][1] if key in needed else 0
+        needed[key] = (storage, max(end, known), not storage.nbytes())
     return list(needed.values())
 
 
@@ -215,6 +222,8 @@ class _Operation:
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
         tensors = tensors_in(returned)
+        if self.func.namespace == _IN_PLACE:
+            wait_for(returned)
         for sent in tensors if self.func.namespace == _FUNCTIONAL else ():
             getattr(torch.ops, _FUNCTIONAL).wait_tensor(sent)
         for position, recorded in self.results:
@@ -264,7 +273,8 @@ class _Tape(TorchDispatchMode):
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
             recorded_args, recorded_kwargs = aliases(args), aliases(kwargs)
-            returned = _sent(func, args, kwargs) if func.namespace == _FUNCTIONAL else func(*args, **kwargs)
+            talks = func.namespace in (_FUNCTIONAL, _IN_PLACE)
+            returned = _sent(func, args, kwargs) if talks else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
             return returned
@@ -287,8 +297,8 @@ class _Tape(TorchDispatchMode):
         """Put back every byte and random state, and make values that were never computed visible."""
         torch.set_rng_state(self._random_state_before)
         for storage, before in self._external.values():
-            if not storage.nbytes():
-                continue  # the captured function has freed it, as it frees it on every step
+            if not (storage.nbytes() and before.nbytes()):
+                continue  # the captured function frees it in every step, or gives it memory (FSDP)
             if storage.nbytes() != before.nbytes():
                 storage.resize_(before.nbytes())
             storage.copy_(before)
@@ -300,8 +310,6 @@ class _Tape(TorchDispatchMode):
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not hasattr(func, "overloadpacket"):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
-        if func.namespace == "c10d":
-            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
         elif torch.Tag.data_dependent_output in func.tags:
@@ -361,7 +369,9 @@ class _Tape(TorchDispatchMode):
                 continue
             self._created.setdefault(key, (storage, output.dtype))
             results.append((position, output.data))
-        if schema_of(func).is_mutable:
+        if func.namespace in (_IN_PLACE, "fsdp"):
+            runs = True  # schemas there say nothing of what is written
+        elif schema_of(func).is_mutable:
             # set_, resize_, t_, ... change the tensor object but no memory; our aliases have it already.
             runs = torch.Tag.inplace_view not in func.tags
         else:
@@ -394,6 +404,8 @@ class _RefuseHostReads(TorchFunctionMode):
 
 def _sent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a collective gives, without its values: no other process notices a capture."""
+    if func.namespace == _IN_PLACE:
+        return unsent(args[0])
     if schema_of(func).is_mutable or "wait_tensor" in func.name():
         return args[0]
     shaped = map_leaves(lambda t: t.to("meta") if isinstance(t, torch.Tensor) else t, (args, kwargs))

@@ -41,5 +41,17 @@ def computes_shapes() -> bool:
 no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunction")
 """Context: calls are not shown to `TorchFunctionMode`s and `__torch_function__`. (2.13)"""
 
+
+def unsent(result: Any) -> tuple[Any, Any]:
+    """What a collective that writes in place returns, where nothing was sent. (2.11 to 2.15)"""
+    of = torch._C._distributed_c10d
+    return result, of.Work.boxed(of.FakeWork())
+
+
+def wait_for(returned: tuple[Any, Any]) -> None:
+    """Wait until such a collective is done. (2.11 to 2.15)"""
+    torch._C._distributed_c10d.Work.unbox(returned[1]).wait()
+
+
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """What an operator takes and gives, and what of it is written in place. (2.11 to 2.15)"""
