@@ -33,7 +33,7 @@ from pygraph_train.graphs.engine import (
 )
 from pygraph_train.graphs.inputs import CopiedInputs
 from pygraph_train.optimizers.preparation import OptimizerPreparation, outside_of_graphs
-from pygraph_train.optimizers.program import UNSCALED, UpdateProgram, optimized, why_update_is_plain
+from pygraph_train.optimizers.program import SCALED, UNSCALED, UpdateProgram, optimized, why_update_is_plain
 from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import Backup
@@ -233,8 +233,9 @@ class OptimizerGraph:
         if not (self._ready or self.serves()):
             return body()
         scaling = self.scaling
-        if scaling.on and scaling.unscaled:
-            self._tell(UNSCALED)
+        told = scaling.unscaled if scaling.on else getattr(self.optimizer, "found_inf", None) is not None
+        if told:
+            self._tell(UNSCALED if scaling.on else SCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._make(body, (constants, scaling.numbers() if scaling.on else ()), step, later, made)

@@ -26,6 +26,12 @@ UNSCALED = Problem(
     fix="Mixed precision with bf16 needs no GradScaler",
 )
 
+SCALED = Problem(
+    "the optimizer gets no graph of its own: a GradScaler tells its kernels in a new tensor each time whether "
+    "gradients have overflowed",
+    fix=UNSCALED.fix,
+)
+
 
 def optimized(optimizer: torch.optim.Optimizer | None) -> tuple[Tensor, ...]:
     """The parameters that an optimizer holds, in their order; () without one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class StepsByHand:
         optimizer, loop = graph.optimizer, self.loop
         stock, own = optimizer.step, vars(optimizer).get("step")
 
+        @functools.wraps(stock)  # schedulers look for their own mark on it
         def step(closure: Any = None) -> Any:
             made: list[Any] = [None]
             body: Callable[[], Any] = stock

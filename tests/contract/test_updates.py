@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,30 @@ def test_a_scaler_skips_updates_with_overflow(run: Run) -> None:
         skipped += torch.equal(before, model.first.weight)
         run.note("scaler", scaler)
     assert skipped == 4
+
+
+@same_as_plain(replays=12, updates=0)
+def test_a_scaler_of_a_step_by_hand(run: Run) -> None:
+    """Kernels of the optimizer skip an update with an overflow, and a scheduler is no warning's cause."""
+    model = Net()
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+    for number, (x, y) in enumerate(batches(32)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(x * (1e39 if number == 17 else 1), y)
+            scheduler.step()
+        run.note("scaler", scaler)
 
 
 @same_as_plain(replays=12)
