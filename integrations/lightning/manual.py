@@ -2,7 +2,7 @@
 
 The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
 all hooks. Lightning's own loop calls it, and counts what the optimizers do. So it is for sharded models under
-automatic optimization, whose blocks have graphs.
+automatic optimization, whose calls have graphs.
 """
 
 from __future__ import annotations

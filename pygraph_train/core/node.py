@@ -127,7 +127,7 @@ class Delivery:
                 old.append(before)
                 new.append(g)
         if old:
-            add_all(old, new)
+            add_all(local_tensors(old), local_tensors(new))
 
     def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> bool:
         """Move gradients out of `found`, which a replay overwrites; whether no parameter has any. Hot path."""
@@ -145,7 +145,7 @@ class Delivery:
                 totals.append(total)
                 there.append(g)
         if moved:
-            copy_all(totals, there)
+            copy_all(local_tensors(totals), local_tensors(there))
         for p, total in zip(moved, totals, strict=True):
             p.grad = total
         return False
@@ -246,7 +246,6 @@ class _Replay(torch.autograd.Function):
         ctx.delivered, ctx.returned, parameters, saved = routes
         ctx.parameters, ctx.way, ctx.saved, ctx.inner = parameters(given), way, saved(given), ()
         ctx.versions = list(map(tensor_version, ctx.saved))
-        ctx.lent = list(map(given.__getitem__, slot.lent))
         ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
         return tuple(map(made.__getitem__, slot.differ))
@@ -346,8 +345,6 @@ def _gradients_of(
             ctx.delivery.make_way(leaves, _of(backward.gradients, beside))
         if ctx.slot.adds:
             fresh = ctx.slot.fresh(backward, ctx.parameters if adds else ())
-    if ctx.lent:
-        ctx.slot.reload(ctx.lent)
     found: list[Tensor | None] = ctx.slot.replay_backward(backward, seeds, fresh)
     return found
 
@@ -464,8 +461,6 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
         first = NONE.issuperset(map(gradient_of, node.parameters))
     else:
         first = node.delivery.make_way(node.parameters, there)
-    if node.lent:
-        node.slot.reload(node.lent)
     found = node.slot.replay_backward(backward, seeds, fresh)
     there = there if found is backward.gradients else _of(found, node.delivered)
     node.delivery.deliver(node.parameters, there, first)

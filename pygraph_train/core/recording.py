@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from pygraph_train.boundary import FORWARD, REPLAY, executes, surely
-from pygraph_train.core.memory import Memory, Place, free_memory
+from pygraph_train.core.memory import Memory, free_memory
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import overlaps_itself, span
 from pygraph_train.identity import picker
@@ -26,6 +26,7 @@ from pygraph_train.torch_private.memory import (
     local_tensor,
     local_tensors,
     received,
+    storage_key,
 )
 from pygraph_train.torch_private.phases import negate_all, zero_all
 from pygraph_train.verification import Audits
@@ -55,8 +56,8 @@ class _Activations:
         lie: where they are, see `memory_of`.
     """
 
-    def __init__(self) -> None:
-        self.given_up = False
+    def __init__(self, kept: Collection[int] = ()) -> None:
+        self.given_up, self._kept = False, kept
         self.lie: set[int] = set()
         self._held: list[Tensor | Callable[[], Tensor]] = []
 
@@ -67,17 +68,13 @@ class _Activations:
             self.lie.add(memory_of(saved))
         return len(self._held) - 1
 
-    @property
-    def held(self) -> list[Tensor]:
-        """What is not given up."""
-        return [held for held in self._held if isinstance(held, Tensor)]
-
     def unpack(self, number: int) -> Tensor:
         """The tensor of this number."""
         held = self._held[number]
         if isinstance(held, Tensor):
             part = local_tensor(held)
-            if self.given_up and type(part) is Tensor and not (part.is_conj() or part.is_neg()):
+            owns = not self._kept or storage_key(part.untyped_storage()) not in self._kept
+            if owns and self.given_up and type(part) is Tensor and not (part.is_conj() or part.is_neg()):
                 lend = borrower(part)
                 lent = None if part is held else as_part_of(held, lend())
                 self._held[number] = lend if lent is None else lambda: lent
@@ -136,7 +133,6 @@ class RegionCall:
 
     Attributes:
         leads: positions of inputs that get gradients.
-        lent: see `PhaseRegion`.
         differ: positions of outputs that require gradients.
         inner: those of `differ` from which another one is computed.
         saved: positions of parameters that the forward saves for its backward.
@@ -164,7 +160,6 @@ class RegionCall:
         self._engine, self._memory = region.owner.engine, memory
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
-        self.lent = sorted(region.lent)
         self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         self._keys = _keys_of(region, given, self.leads)
         self._static: list[Any] = []
@@ -197,6 +192,10 @@ class RegionCall:
         """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
         outputs = [self._outputs[i] for i in seeds]
         leads = [self._static[i] for i in self.leads]
+        if self.region.owner.sharding is not None:
+            with self.region.owner.placing(self._keys, leads) as found:
+                self.region.differentiate(outputs, [*seeds.values()], leads)
+            return found
         return list(
             torch.autograd.grad(outputs, leads, list(seeds.values()), retain_graph=True, allow_unused=True)
         )
@@ -313,22 +312,18 @@ class RecordedRegion(RegionCall):
     audits: Audits
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
-        # each recording there has memory of its own, so further shapes overwrite each other elsewhere
-        row = None if any(region.slots.values()) else region.owner.row
         self.number = region.recordings
-        self._place = Place(row) if row else None
-        super().__init__(region, given, self._place or free_memory(region.owner.engine))
-        self._lent = cast(Any, region.owner.lent)  # there where a parameter is lent
-        with self._place.used(self._engine) if self._place else nullcontext():
-            self._static = [self._static_of(t, i) for i, t in enumerate(given)]
+        super().__init__(region, given, free_memory(region.owner.engine))
+        self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
         self._targets = self._filled()
         self._written_back = [i for i in self._moving if i in region.written]
-        lent = [(k, i) for k, i in enumerate(self.leads) if i in region.lent]
-        self._homes = {k: self._lent.place(i, given[i], gradient=True) for k, i in lent}
-        self.gives_up = len(region.asked) == 1 and not (region.keeps or row)
+        self.gives_up = len(region.asked) == 1 and not region.keeps
         self.adds = region.adds and self.gives_up
         self._hands_on = overlaps and not region.owner.delivers
+        self._reduces = () if (sharding := region.owner.sharding) is None else sharding.reduces
+        self._places = region.owner.kept_at(region.keeps_like)
+        self._kept: list[Tensor | None] = []  # what a backward keeps for a later one
         self._backed = 0  # the generation whose backward was replayed last
         self._graphs: list[Graph] = []
         self._alike: list[Tensor] = []  # results, where all are tensors with memory of their own
@@ -351,12 +346,10 @@ class RecordedRegion(RegionCall):
         return [self._whole(i, local_tensor(self._static[i]).data) for i in self._moving]
 
     def _static_of(self, value: Any, position: int) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or self.region.itself(value):
             return value
         if position in self.region.fixed:
             static = value.detach()
-        elif position in self.region.lent:
-            static = self._lent.place(position, value)
         else:
             part = local_tensor(value.detach())
             place = torch.empty_like(span(part))
@@ -370,6 +363,8 @@ class RecordedRegion(RegionCall):
         up, and other recordings put their gradients in the same places.
         """
         self._load(given)
+        if (sharding := self.region.owner.sharding) is not None:
+            sharding.keep_at(self._places)
         try:
             self._record_both()
         except _ReadTwiceError:
@@ -390,10 +385,9 @@ class RecordedRegion(RegionCall):
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
         with self._memory.recording(self._engine):
             self._record_forward()
-            with self._lent.backwards.recording(self._engine) if self._lent else nullcontext():
-                for outputs in asked:
-                    if outputs.issubset(self.differ):
-                        self._backwards[outputs] = self._record_backward(outputs)
+            for outputs in asked:
+                if outputs.issubset(self.differ):
+                    self._backwards[outputs] = self._record_backward(outputs)
 
     def _record_forward(self) -> None:
         engine = self._engine
@@ -412,12 +406,6 @@ class RecordedRegion(RegionCall):
                 _let_go(output)
         alike = {None}.issuperset(self._hand_out) and {Tensor}.issuperset(map(type, outputs))
         self._alike = [output.detach() for output in outputs] if alike else []
-        if self._place:  # inputs that the backward does not read
-            kept = set(map(memory_of, self._activations.held))
-            for i in self._moving:
-                if memory_of(self._static[i]) not in kept:
-                    _let_go(local_tensor(self._static[i]))
-            self._targets = self._filled()
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         seeds = {
@@ -459,9 +447,11 @@ class RecordedRegion(RegionCall):
         return None
 
     def _run_forward(self) -> Sequence[Any]:
-        self._activations = saved = _Activations()
+        sharding = self.region.owner.sharding
+        self._activations = saved = _Activations(() if sharding is None else sharding.storages())
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with torch.set_grad_enabled(not self.region.inference), hooks:
+        graded = torch.set_grad_enabled(not self.region.inference)
+        with graded, hooks, self.region.communicating():
             made: Sequence[Any] = self.region.run(*self._static)
         return made
 
@@ -474,11 +464,10 @@ class RecordedRegion(RegionCall):
         ]
         try:
             placing = self.region.owner.placing(self._keys, leads, adds=self.adds)
-            with self.region.as_in_backwards(), placing as found:
-                torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
-            for k, home in self._homes.items():
-                if (gradient := found[k]) is not None:
-                    found[k] = home.copy_(gradient)
+            with self.region.as_in_backwards(), placing as found, self.region.communicating():
+                self.region.differentiate(outputs, [*seeds.values()], leads)
+                if (sharding := self.region.owner.sharding) is not None:
+                    self._kept = sharding.keep_at(self._places)
             return [received(g) for g in found]
         finally:
             self._activations.given_up = False
@@ -496,10 +485,6 @@ class RecordedRegion(RegionCall):
 
     def _whole(self, position: int, tensor: Tensor) -> Tensor:
         return span(tensor) if position in self._overlap else tensor
-
-    def reload(self, parameters: Sequence[Tensor]) -> None:
-        """Copy the parameters that are lent, before a backward: other parts were called since the forward. Hot path."""
-        copy_all([self._static[i].data for i in self.lent], [p.detach() for p in parameters])
 
     # -- replays --------------------------------------------------------------------------------------
 
@@ -540,12 +525,12 @@ class RecordedRegion(RegionCall):
         if keeps and self.gives_up:
             self.region.keep_activations()
             return None
-        if self._place is not None and self._place.covered:
-            return None
         for i, gradient in seeds.items() if self.region.owner.divided else ():
             if getattr(gradient, "placements", None) != self.region.placements.get(i):
                 return None
         if autocast_now(self.region.device) != self.region.autocast:
+            return None
+        if (sharding := self.region.owner.sharding) is not None and sharding.reduces != self._reduces:
             return None
         return self._backwards.get(frozenset(seeds))
 
@@ -575,7 +560,12 @@ class RecordedRegion(RegionCall):
                 backward.go_home(values=True)
             if fresh:
                 _empty(fresh)
-            backward.graph.replay()
+            if (sharding := self.region.owner.sharding) is None:
+                backward.graph.replay()
+            else:
+                sharding.keep_at(self._places)
+                backward.graph.replay()
+                sharding.kept = self._kept
             self._backed = self.generation
         if backward.lying() != backward.addresses:
             backward.go_home()
@@ -585,11 +575,6 @@ class RecordedRegion(RegionCall):
     def free(self) -> bool:
         """Whether no backward can come any more of what was recorded in the same memory."""
         return self._memory.free
-
-    @property
-    def misplaced(self) -> bool:
-        """See `Place.misplaced`."""
-        return self._place is not None and self._place.misplaced
 
     def close(self) -> None:
         """Release its graphs."""
@@ -625,6 +610,8 @@ class RecordedRegion(RegionCall):
                 backward = self.backward_of(seeds)
                 fresh = backward.placed if self.adds and backward is not None else ()
                 gradients = self.replay_backward(backward, seeds, fresh)
+                if (sharding := self.region.owner.sharding) is not None:
+                    gradients = [*gradients, *sharding.kept]
         return [*outputs, *written], gradients
 
 
@@ -657,8 +644,10 @@ def run_plainly(
     """
     moving = {i for i in region.written if i not in region.fixed}
 
-    stay = region.fixed | region.lent
-    inputs = [_as_leaf(t, i in stay, copied=i in moving) for i, t in enumerate(given)]
+    inputs = [
+        t if region.itself(t) else _as_leaf(t, i in region.fixed, copied=i in moving)
+        for i, t in enumerate(given)
+    ]
     leads = {
         i: t
         for i, t in enumerate(inputs)
@@ -677,7 +666,8 @@ def run_plainly(
             _empty(lie)
         placing = region.owner.placing(keys, list(leads.values()), adds=region.adds)
         with region.as_in_backwards(), placing as gradients:
-            torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=list(leads.values()))
+            outs = [outputs[i] for i in sorted(asked)]
+            region.differentiate(outs, seeds, list(leads.values()), keeps=False)
     written = [inputs[i].detach() for i in sorted(moving)]
     return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], gradients
 
@@ -707,8 +697,8 @@ def _let_go(tensor: Any) -> None:
 
 def _empty(places: Sequence[Tensor]) -> None:
     """Fill with -0.0: what is added to it keeps all its bits."""
-    zero_all(places)
-    negate_all(places)
+    zero_all(parts := local_tensors(places))
+    negate_all(parts)
 
 
 def _clone(tensor: Tensor) -> Tensor:

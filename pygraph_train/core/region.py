@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly, surely
 from pygraph_train.config import BackendOptions, PyGraphConfig
-from pygraph_train.core.memory import Lent, Memory, first_memory, forget_memory, free_memory, idle_memory
+from pygraph_train.core.memory import Memory, first_memory, forget_memory, free_memory, idle_memory
 from pygraph_train.core.node import Delivery, is_asked_for, lies_at, looks, replay
 from pygraph_train.core.numbers import Numbers
 from pygraph_train.core.passes import (
@@ -53,6 +53,7 @@ from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.identity import identities, picker
 from pygraph_train.parallel import votes as choices
 from pygraph_train.parallel.replication import several_processes
+from pygraph_train.parallel.sharding import NOT_WHOLE, Sharding
 from pygraph_train.parallel.votes import APART, Apart, Votes, ranks_of
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in
 from pygraph_train.putting_back import Backup, ScratchState
@@ -125,7 +126,6 @@ class PhaseRegions:
         boundary: around each call of a region.
         delivers: whether gradients of parameters are put in place at the end of a backward. Otherwise autograd
             accumulates them, which somebody listens to.
-        lent: memory for parameters that are gathered for each call; None where they stay where they are.
         leads: whether autograd leads to parameters whose gradients are delivered, as a loop needs that differentiates
             by itself, or code behind a graph break.
         inference: whether calls that nothing is differentiated through have graphs.
@@ -135,14 +135,13 @@ class PhaseRegions:
         parts: in the present step, calls of regions.
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
-        caller: the id of the module that is called.
         divided, refused: whether graphs have DTensors, and whether one of these may not be recorded.
+        sharding: of a model whose parameters are gathered within its graph.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
         sizes: those of the inputs of the first of them, as in "8x128, 8".
         gradients: by parameter, where recordings put its gradient.
-        row: the memory of recordings, where many of them are pending at once; None where each takes some that is free.
         overlaps: the memory in which these lie, where the graphs of one forward use it again; None where none does.
         settle: called before the first recording: what lies between activations that are gone moves out of there.
         votes: of the processes that compute with other parts of the same DTensors.
@@ -160,23 +159,22 @@ class PhaseRegions:
         boundary: Boundary,
         *,
         delivers: bool = True,
-        lent: Lent | None = None,
         leads: bool = False,
         inference: bool = False,
     ) -> None:
         self.engine, self.config, self.boundary = engine, config, boundary
         self.tensors, self.tell = tensors, tell
-        self.delivers, self.leads, self.inference, self.lent = delivers, leads, inference, lent
+        self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
         self.replays = self.plain = self.parts = self.recorded = 0
         self.seconds, self.sizes = 0.0, ""
         self.several = several_processes()
         self.end: Problem | None = None
-        self.caller = 0
         self.cuts: list[Problem] = []
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
-        self.row = None if lent is None else lent.forwards
+        self.waiting: dict[int, Tensor] = {}
+        self.sharding: Sharding | None = None
         self.overlaps: Memory | None = None
         self.votes: Votes | None = None
         self.settle: Callable[[], object] = lambda: None
@@ -185,6 +183,11 @@ class PhaseRegions:
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         self.let_go()  # autograd keeps the shape of a parameter while somebody leads to it
+        if self.sharding is not None:
+            if self.compiles or not self.sharding.complete(gm):
+                self.refused = True
+                raise Unrecordable(NOT_WHOLE.reason)
+            self.divided, examples = True, self.sharding.sharded(examples)
         end, talks = end_of(gm), communication(gm)
         if parts_in(gm):
             self.refused |= self.delivers or self.compiles
@@ -206,6 +209,8 @@ class PhaseRegions:
         made.shared.end = end
         self.regions.append(made.shared)
         call = made.guarded()
+        if (sharding := self.sharding) is not None:
+            whole, call = call, lambda *given: whole(*sharding.sharded(given))
         if parts is None:
             return call
         rest = runner(prepared(parts[1], self.engine.device.type, eager=True)[0])
@@ -241,11 +246,14 @@ class PhaseRegions:
 
         Args:
             parameters: their ids, None for another tensor.
-            leads: what stands for each of them. Its `.grad` is None before and afterwards.
+            leads: what stands for each of them. Its `.grad` is the same before and afterwards.
             adds: whether they are added to what lies there.
         """
         put = Tensor.add_ if adds else Tensor.copy_
         found: list[Tensor | None] = [None] * len(leads)
+        before = [lead.grad for lead in leads] if self.sharding is not None else [None] * len(leads)
+        for lead in leads if self.sharding is not None else ():
+            lead.grad = None
         hooks = []
 
         def place_of(k: int, gradient: Tensor | None) -> Tensor | None:
@@ -270,12 +278,12 @@ class PhaseRegions:
                     found[k] = gradient if place is None else place
             if small:
                 put_all = add_all if adds else copy_all
-                put_all([place for place, _ in small], [gradient for _, gradient in small])
+                put_all(*map(local_tensors, zip(*small, strict=True)))
         finally:
             for hook in hooks:
                 hook.remove()
-            for lead in leads:
-                lead.grad = None
+            for lead, gradient in zip(leads, before, strict=True):
+                lead.grad = gradient
 
     def make_places(self, parameters: Sequence[Tensor]) -> None:
         """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
@@ -288,6 +296,14 @@ class PhaseRegions:
         with self.engine.lasting_memory():
             others = [p for p in new if id(p) not in self.gradients]
             self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in others}
+
+    def kept_at(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Memory for gradients that one backward of a sharded model keeps for a later one, as these are."""
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and (i not in self.waiting or looks(self.waiting[i]) != looks(gradient)):
+                with self.engine.lasting_memory():
+                    self.waiting[i] = torch.empty_like(gradient)
+        return [self.waiting.get(i) for i in range(len(gradients))]
 
     def move_places(self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]) -> bool:
         """After a capture: make other places for gradients that `placing` has left where they were.
@@ -308,6 +324,12 @@ class PhaseRegions:
                     self.gradients[parameter] = torch.empty_like(gradient)
                 moved = True
         return moved
+
+    def runs_plainly(self) -> None:
+        """Tell other processes that the present call of the model has no graph."""
+        if self.votes is not None:
+            with suppress(Apart):
+                self.votes.ask(0, choices.PLAIN)
 
     def part(self) -> None:
         """Give gradients memory of their own from now on: no recording overwrites them before its backward.
@@ -353,8 +375,6 @@ class PhaseRegions:
             self.votes.leave(APART)
         for region in self.regions:
             region.close()
-        if self.row is not None:
-            self.row.pool = None
         forget_memory(self.engine)
 
 
@@ -369,7 +389,6 @@ class PhaseRegion:
     Attributes:
         run: the graph as it is.
         fixed: positions of inputs that stay: parameters and buffers.
-        lent: positions of parameters that are gathered for each call.
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
         placements: by the position of an output, those of its gradient, where that is a DTensor.
@@ -394,8 +413,8 @@ class PhaseRegion:
         compiled = owner.kernels(gm, examples)
         gm, why = prepared(gm, owner.engine.device.type, eager=compiled is None)
         self._plainly = self.run = compiled or runner(gm)
-        parts = parts_in(gm)
-        self.votes, self._graph = owner.votes if parts else None, signature(gm)
+        parts = [*parts_in(gm), *(t for t in examples if owner.sharding and isinstance(t, nn.Parameter))]
+        self.votes, self._graph = owner.votes if parts else None, 0 if owner.sharding else signature(gm)
         if len(ranks := ranks_of(parts)) > 1 and not (self.votes and ranks <= set(self.votes.ranks)):
             why = COMMUNICATES
         self.end: Problem | None = None
@@ -404,7 +423,12 @@ class PhaseRegion:
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
-        if owner.divided:
+        if (sharding := owner.sharding) is not None:
+            whole = self.run
+            self.run = lambda *given: whole(*sharding.gathered(given))
+            plainly = self._plainly
+            self._plainly = lambda *given: plainly(*sharding.gathered(given))
+        elif owner.divided:
             run = self.run
             self.run = lambda *given: list(map(received, run(*given)))
         self.device = owner.engine.device.type
@@ -424,7 +448,6 @@ class PhaseRegion:
     def _begin(self) -> None:
         """It was never called."""
         self.fixed: set[int] = set()
-        self.lent: set[int] = set()
         self.written = set(self._writes)
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
@@ -434,6 +457,7 @@ class PhaseRegion:
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self.autocast: torch.dtype | None = None
         self._handed: list[weakref.ref[Tensor]] = []
+        self.keeps_like: list[Tensor | None] = []
         self.sent = 0  # collectives of comparisons since the last vote
         self.reason = None
         self.counts = True
@@ -529,7 +553,7 @@ class PhaseRegion:
             inputs: Sequence[Any] = given
             if self._numbered is not None:
                 inputs, numbers = self._numbered.inputs(given)
-            slot = self._slot_for(inputs)
+            slot = self._slot(inputs)
         except _NoPart:
             if self._asking:  # its parameters are frozen in this call
                 executes(FORWARD)
@@ -587,6 +611,8 @@ class PhaseRegion:
         if self.votes is None:
             return {choice}
         sent, self.sent = self.sent, 0
+        if self.owner.sharding is not None:
+            self.owner.sharding.told = True
         try:
             found = self.votes.ask(self._graph + sent, choice)
         except Apart as apart:
@@ -633,8 +659,7 @@ class PhaseRegion:
         self._handed = [weakref.ref(made[i]) for i in kept]
         trained = [t for t in given if isinstance(t, nn.Parameter) and t.requires_grad]
         self._usual &= self.last == 1 and all(t.grad is None for t in trained)
-        # those that are lent are copied for each backward
-        held = [] if self.owner.lent else [(t, memory_of(t)) for t in trained]
+        held = [(t, memory_of(t)) for t in trained]
         seen = [
             self._seen(i, t, held, shared=places.count(memory_of(t)) > 1)
             if isinstance(t, Tensor) and t.requires_grad and i not in kept
@@ -685,12 +710,45 @@ class PhaseRegion:
 
         return asked
 
+    def itself(self, value: Any) -> bool:
+        """Whether nothing stands for an input: FSDP puts the gradient of a parameter there."""
+        return self.owner.sharding is not None and id(value) in self.owner.sharding.own
+
+    def differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        leads: Sequence[Tensor],
+        *,
+        keeps: bool = True,
+    ) -> None:
+        """Add the gradients of `leads` to their `.grad`; `keeps`: another backward may come."""
+        inputs = leads if self.owner.sharding is None else self.owner.sharding.gathered(leads)
+        torch.autograd.backward(outputs, seeds, retain_graph=keeps, inputs=inputs)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """Inside of each capture."""
+        sharding = self.owner.sharding
+        return nullcontext() if sharding is None else sharding.communicating()
+
     def as_in_backwards(self) -> AbstractContextManager[Any]:
         """Of a backward that is made while the forward's autocast is active."""
         dtype = self.autocast
         return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None)
 
     # -- which recording serves a call ------------------------------------------------------------------
+
+    def _slot(self, given: Sequence[Any]) -> Slot | None:
+        """As `_slot_for`. Hot path."""
+        if (sharding := self.owner.sharding) is None:
+            return self._slot_for(given)
+        kept = sharding.kept
+        try:
+            return self._slot_for(given)
+        except BaseException:
+            quietly(sharding.reset)
+            sharding.kept = kept
+            raise
 
     def _slot_for(self, given: Sequence[Any]) -> Slot | None:
         if (overlapped := self.owner.overlaps) is not None and not overlapped.free:
@@ -715,7 +773,9 @@ class PhaseRegion:
         wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
         if not self.inference and 1 not in wanted and not any(given[i].requires_grad for i in self._moving):
             raise _NoPart
-        key = wanted, kernel_switches(), self._key(given) if self._keyed else ()
+        key: tuple[Any, ...] = wanted, kernel_switches(), self._key(given) if self._keyed else ()
+        if self.owner.sharding is not None:
+            key = self.owner.sharding.reduces, *key
         slots = self.slots.get(key)
         if slots is None:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):
@@ -733,8 +793,6 @@ class PhaseRegion:
                 compared = audits.left < 0 and audits.due(time.perf_counter())
                 break
         else:
-            if any(slot.misplaced for slot in slots) and self._may_move():
-                slots[:] = [slot for slot in slots if not slot.misplaced]
             if len(slots) == _MOST_PENDING:
                 self.owner.tell(_MANY_PENDING)
                 self.ask(choices.PLAIN)
@@ -759,8 +817,9 @@ class PhaseRegion:
         found = self.ask(choices.RECORD if known is None else choices.REPLAY + 2 * known.number + compared)
         if (least := min(found)) <= choices.RECORD:  # one that runs plainly, or records, has its way
             return least
-        differ = len({choice >> 1 for choice in found}) > 1
-        return choices.PLAIN if differ else choices.REPLAY + (len(found) > 1 or compared)
+        if len({choice >> 1 for choice in found}) > 1 and self.owner.sharding is None:
+            return choices.PLAIN  # each has batches of its own where only parameters are divided
+        return choices.REPLAY + any(choice & 1 for choice in found)
 
     def _may_move(self) -> bool:
         """Count a recording that takes the place of another one: whether replays so far have paid for it."""
@@ -774,7 +833,7 @@ class PhaseRegion:
             self.ask(choices.PLAIN)
             return None
         memory = idle_memory(owner.engine)
-        if memory is None or self.inference or owner.lent or owner.config.backward == "off":
+        if memory is None or self.inference or owner.config.backward == "off":
             return None
         return UnrecordedCall(self, given, memory)
 
@@ -807,8 +866,6 @@ class PhaseRegion:
             for i, t in tensors
             if (isinstance(t, nn.Parameter) or is_static(t) or id(t) in trained) and i not in self._demoted
         }
-        self.lent = {i for i, t in tensors if isinstance(t, nn.Parameter)} if self.owner.lent else set()
-        self.fixed -= self.lent
         self._positions = sorted(self.fixed)
         self._fixed_of = picker(self._positions)
         self._whole = all(local_tensor(given[i]) is given[i] for i in self._positions)
@@ -849,7 +906,7 @@ class PhaseRegion:
 
     def _recorded(self, given: Sequence[Any], started: float, *, overlaps: bool) -> RecordedRegion:
         owner = self.owner
-        verifies = owner.config.verify != "off"
+        verifies = owner.config.verify != "off" or owner.sharding is not None
         compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
         owner.engine.trim()  # what steps without a graph have left does not come on top of this one's memory
         # before there is a graph, whose memory would come on top
@@ -883,9 +940,7 @@ class PhaseRegion:
         backward puts gradients there while a forward waits for its own, where a step has made one forward so far.
         """
         owner = self.owner
-        alone = (
-            owner.owns and len(owner.regions) == 1 and not (owner.gradients or owner.divided or owner.lent)
-        )
+        alone = owner.owns and len(owner.regions) == 1 and not (owner.gradients or owner.divided)
         once = len(self.asked) == 1 and not (self.keeps or self.inference) and owner.config.backward != "off"
         return (
             alone
@@ -898,13 +953,18 @@ class PhaseRegion:
     @contextmanager
     def _undone(self, given: Sequence[Any]) -> Iterator[None]:
         """Around what must leave no trace: random states, what the region writes, and gradients that it reads."""
-        places = set(map(Tensor.data_ptr, self.owner.gradients.values()))
+        places = set(map(Tensor.data_ptr, local_tensors([*self.owner.gradients.values()])))
         read = [given[i] for i in self._moving if given[i].numel() and given[i].data_ptr() in places]
         before = ScratchState(self.owner.engine.device, [*self._changed(given), *read])
+        kept = [] if (sharding := self.owner.sharding) is None else sharding.kept
+        values = Backup(self.owner.engine.device, [t for t in kept if t is not None])
         try:
             yield
         finally:
             put_back(before.restore)
+            if sharding is not None:
+                put_back(values.restore)
+                sharding.kept = kept
 
     @contextmanager
     def _gradients_aside(self, given: Sequence[Any]) -> Iterator[None]:
@@ -970,11 +1030,17 @@ class PhaseRegion:
         self, given: Sequence[Any], asked: frozenset[int], *, distances: bool = False
     ) -> Fingerprint | None:
         """What the region gives without a graph; None where such a backward is not possible."""
+        owner = self.owner
+        kept = [] if owner.sharding is None else owner.sharding.kept
         with self._undone(given):
-            memory = self.owner.row or free_memory(self.owner.engine)
+            memory = free_memory(self.owner.engine)
             counted = nullcontext() if self.votes is None else Collectives(self)
             with memory.used(self.owner.engine), counted:
                 made = run_plainly(self, given, asked)
+            if owner.sharding is not None and made is not None:
+                after = owner.sharding.kept
+                self.keeps_like = [b if a is None else a for a, b in zip(after, kept, strict=True)]
+                made[1].extend(after)
             torch.clear_autocast_cache()  # an autocast around the region would keep casts of this run's weights
             return None if made is None else self._fingerprint_of(given, *made, distances)
 
@@ -1001,7 +1067,7 @@ class SharedGraph:
     Attributes:
         shared: the region that was made with the graph.
         first: position of the parameter that tells modules apart, None without one.
-        regions: by the id of that parameter, or of the module whose parameters are gathered.
+        regions: by the id of that parameter.
     """
 
     kind: type[PhaseRegion] = PhaseRegion
@@ -1013,11 +1079,7 @@ class SharedGraph:
 
     def __call__(self, *given: Any) -> Any:
         """Run it. Hot path."""
-        owner = self.shared.owner
-        if owner.lent is not None:  # gathered parameters may be others in each call
-            key: int | None = owner.caller
-        else:
-            key = None if self.first is None else id(given[self.first])
+        key = None if self.first is None else id(given[self.first])
         region = self.regions.get(key)
         return (self.region_of(key, given) if region is None else region)(*given)
 

@@ -227,7 +227,7 @@ class _Look:
             tuple(dict.fromkeys([*problems, *breaks])),
             tuple(self._notes(looked, beside)),
             self._gain,
-            plan="" if self._failed or program.replication.blocks else str(plan),
+            plan="" if self._failed or program.replication.gathers else str(plan),
             graphs_of_forward=sum(part.replayed for part in self._called) if graphed else 0,
         )
 

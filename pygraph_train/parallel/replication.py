@@ -7,7 +7,7 @@ plain training, and the buffers that it gives to other processes before a forwar
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,13 +29,13 @@ class Replication:
         sharded: whether each of them has a part of it, so that a step has no graphs as a whole, and its update may
             have to talk to them.
         problem: why no step of this model has graphs as a whole, None where it may have some.
-        blocks: modules whose parameters are gathered for each of their calls. These may have graphs nevertheless.
+        gathers: whether parameters are gathered within calls of the model, which may have graphs nevertheless.
     """
 
     shared: bool = False
     sharded: bool = False
     problem: Problem | None = None
-    blocks: Sequence[nn.Module] = ()
+    gathers: bool = False
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward; `last`: an update follows, so gradients are exchanged."""
@@ -80,11 +80,11 @@ class _Shards(Replication):
 
     shared = sharded = True
 
-    def __init__(self, name: str, blocks: Sequence[nn.Module] = ()) -> None:
-        self.blocks = blocks
+    def __init__(self, name: str, *, gathers: bool = False) -> None:
+        self.gathers = gathers
         self.problem = Problem(
-            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter",
-            fix="Make a few steps: the report says whether blocks have graphs" if blocks else "",
+            f"{name} gives each process a part of each parameter, and no whole step has a graph",
+            fix="Make a few steps: the report says whether calls of the model have graphs" if gathers else "",
         )
 
 
@@ -95,9 +95,7 @@ def replication_of(model: nn.Module) -> Replication:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             return _Shards("FullyShardedDataParallel")
         if isinstance(module, fsdp.FSDPModule):
-            sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-            blocks = [m for m in sharded if not set(sharded) & set(list(m.modules())[1:])]
-            return _Shards("FSDP", [m for m in blocks if not any(map(_is_split_twice, m.parameters()))])
+            return _Shards("FSDP", gathers=not any(map(_is_split_twice, model.parameters())))
     if any(local_tensor(p) is not p for p in model.parameters()):
         found = _Shards("DTensor")
         found.problem = DTENSORS
@@ -116,9 +114,10 @@ def several_processes() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers the parameters of this module, and of the modules in it, around their calls."""
+    """Whether FSDP gathers parameters of this module around its calls, or around those of modules in it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(m, kinds) for m in module.modules())
 
 
 def _is_split_twice(parameter: nn.Parameter) -> bool:

@@ -19,20 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.core.memory import Lent
 from pygraph_train.core.node import leaves_of, made_directly
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop
-from pygraph_train.parallel.replication import DTENSORS, Replication, replication_of
+from pygraph_train.parallel.replication import DTENSORS, Replication, is_sharded, replication_of
 from pygraph_train.parallel.votes import Votes, ranks_of, released_first
-from pygraph_train.patches import nothing, standing_in
+from pygraph_train.patches import held_weakly, nothing, standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.chooser import Chooser
 from pygraph_train.step.driver import Driver
 from pygraph_train.step.living import Living
-from pygraph_train.step.module_call import ModuleCall, ModuleKind
+from pygraph_train.step.module_call import ModuleCall
 from pygraph_train.step.rounds import Rounds
 from pygraph_train.step.traced_call import compiled_part
 
@@ -46,9 +45,7 @@ _HOPE = 60
 """Steps in which modules were called and no graph came, after which no further call is looked at."""
 
 _WITH_BACKWARD = 3
-"""How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200. Where hooks gather
-and reduce around each block, graphs save little more than its forward (BERT on two H200s: 85.7 instead of 84.7 ms).
-"""
+"""How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200."""
 
 _PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
 
@@ -92,7 +89,6 @@ class Loop(Driver):
         self._taken: Living[nn.Module] = Living()
         self._rounds = Rounds(self._optimizers)
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
-        self._lent: Lent | None = None
         self._votes: Votes | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self._counts_steps, self.within_step, self.over = True, False, False
@@ -143,7 +139,9 @@ class Loop(Driver):
         replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
-        if replication.problem is DTENSORS and self._votes is None:
+        gathers = replication.gathers and is_sharded(module)
+        divided = gathers or replication.problem is DTENSORS
+        if divided and self._votes is None:
             ranks = ranks_of(list(module.parameters()))
             if len(ranks) > 1:
                 self._votes = Votes(list(ranks), joins=self.active)
@@ -151,7 +149,7 @@ class Loop(Driver):
             self.chooser = None  # by the clock of each process
         if not self.active or self.engine is None or any(taken is module for taken in self._taken):
             return
-        refused = None if replication.blocks or replication.problem is DTENSORS else replication.problem
+        refused = None if divided else replication.problem
         problem = refused or compiled_part(module)
         if config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
@@ -161,23 +159,16 @@ class Loop(Driver):
             self.over = self._lost = False
             if compiled:
                 config = dataclasses.replace(config, compile=True)
-            if replication.blocks:
-                self._lent = self._lent or Lent(self.engine)
-            given = {"delivers": not replication.shared, "lent": self._lent if replication.blocks else None}
-            # a forward that somebody has put in the place of the class's, we among them, stays
-            blocks = [b for b in replication.blocks if "forward" not in vars(b)]
-            known: dict[Any, ModuleKind] = {}
-            for part in blocks if replication.blocks else [module]:
-                self._taken.add(part)
-                kind = type(part), *(p.shape for p in part.parameters())
-                if kind not in known:
-                    regions = self.regions_of(module, self.tell, config, leads=True, inference=True, **given)
-                    regions.votes = self._votes
-                    known[kind] = ModuleKind(regions, **options)
-                call = ModuleCall(part, known[kind], self.even)
-                if self.chooser is not None:
-                    call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
-                self._calls.add(call)
+            delivers, inference = gathers or not replication.shared, not gathers
+            regions = self.regions_of(
+                module, held_weakly(self.tell), config, leads=True, delivers=delivers, inference=inference
+            )
+            regions.votes = self._votes
+            self._taken.add(module)
+            call = ModuleCall(module, regions, self.even, gathers=gathers, **options)
+            if self.chooser is not None:
+                call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
+            self._calls.add(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -288,8 +279,7 @@ class Loop(Driver):
 
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         for call in self._calls if chooser.plain else ():
-            seconds = (1 if call.within else _WITH_BACKWARD) * sum(call.spent)
-            chooser.worked(seconds, len(call.spent), models=not call.within)
+            chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent), models=True)
             call.spent.clear()
         plain, waited = chooser.plain, chooser.waits
         super()._choose(chooser, graphed, parts)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import nn
 
 from pygraph_train.boundary import FORWARD, done, executes, quietly
 from pygraph_train.core.region import PhaseRegions
+from pygraph_train.parallel.sharding import NOT_WHOLE, Sharding
 from pygraph_train.parallel.votes import APART
+from pygraph_train.patches import held_weakly
 from pygraph_train.problems import Problem
 from pygraph_train.step.traced_call import TracedCall
 from pygraph_train.torch_private.phases import is_transformed
-from pygraph_train.torch_private.stock_dynamo import CompiledModule, call_impl, call_of, set_call_of, traces
+from pygraph_train.torch_private.stock_dynamo import CompiledModule, call_impl, call_of, set_call_of
 
-R = TypeVar("R")
+_ALONE = nullcontext()
 
 _STEADY = 8
 """Steps in a row that call a module without gradients, after which such a call is a part of the step: a teacher's, or
@@ -30,37 +32,6 @@ _OFTEN = 2
 """Times as many calls as with gradients: more of them generate a text, word by word."""
 
 
-_ALIKE = 2
-"""Modules of a kind for which one function was traced, after which others have a function of their own: Dynamo asks the
-guards of one trace after the other.
-"""
-
-
-class ModuleKind:
-    """What modules of one class and the same shapes share: their graphs, and traces that serve several of them.
-
-    Args:
-        regions: the graphs.
-        **options: further arguments of `torch.compile`.
-
-    Attributes:
-        regions: as given.
-        within: whether hooks stay outside of graphs, which gather parameters.
-    """
-
-    def __init__(self, regions: PhaseRegions, **options: Any) -> None:
-        self.regions, self.within = regions, regions.lent is not None
-        self._new = functools.partial(CompiledModule, regions, within=self.within, **options)
-        self._shared, self._traced = self._new(), 0
-
-    def first(self, call: Callable[[CompiledModule], R]) -> tuple[CompiledModule, R]:
-        """Make the first call of one of them through the function that calls it from now on."""
-        compiled, before = self._shared if self._traced < _ALIKE else self._new(), traces()
-        made = call(compiled)
-        self._traced += traces() != before
-        return compiled, made
-
-
 class ModuleCall(TracedCall):
     """Calls a module through `torch.compile` where that is a part of each training step, and as it is otherwise.
 
@@ -68,11 +39,12 @@ class ModuleCall(TracedCall):
 
     Args:
         module: called like this from now on, until `remove`.
-        kind: what it shares with others.
+        regions: its graphs.
         even: see `Sizes`.
+        gathers: whether its parameters are gathered within the call.
+        **options: further arguments of `torch.compile`.
 
     Attributes:
-        within: as of its kind.
         paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile` in the present step.
         held: so many further calls with gradients run it as it is.
@@ -84,20 +56,22 @@ class ModuleCall(TracedCall):
     def __init__(
         self,
         module: nn.Module,
-        kind: ModuleKind,
+        regions: PhaseRegions,
         even: Callable[[], bool],
+        *,
+        gathers: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(module, kind.regions, even)
-        self._kind, self.within = kind, kind.within
-        self._call = type(module).forward if self.within else call_impl
-        self._compiled: CompiledModule | None = None  # until the first call that Dynamo traces
+        super().__init__(module, regions, even)
+        self._gathers, self._call = gathers, call_impl
+        self._compiled = CompiledModule(regions, **options)
         self._called = self.paused = False
         self.calls = self.held = 0
         self.graded = self.without = self.steady = 0
         self.spent: list[float] = []
         self._hooks: list[int] = []  # how many there were in each call that ran as it is
-        set_call_of(module, self, within=self.within)
-        weakref.finalize(self, kind.regions.let_go).atexit = False
+        set_call_of(module, self)
+        weakref.finalize(self, held_weakly(regions.let_go)).atexit = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
@@ -105,7 +79,7 @@ class ModuleCall(TracedCall):
             self.graded += 1
         else:
             self.without += 1
-            if self.steady < _STEADY or self.held or self.within or torch.is_inference_mode_enabled():
+            if self.steady < _STEADY or self.held or self._gathers or torch.is_inference_mode_enabled():
                 return self._call(self._model, *args, **kwargs)
         if self.paused or torch.compiler.is_compiling():
             return self._call(self._model, *args, **kwargs)
@@ -130,18 +104,29 @@ class ModuleCall(TracedCall):
             quietly(lambda: self._sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
         regions = self.regions
-        if regions.refused or regions.closed or is_transformed() or not self.may_replay():
+        around = self._gathering() if self._gathers else _ALONE
+        if around is None or regions.refused or regions.closed or is_transformed() or not self.may_replay():
+            if regions.sharding is not None:
+                regions.sharding.runs_plainly(anew=True)
             return done(self._plainly(args, kwargs))
         self.calls += 1
-        regions.end, regions.caller = None, id(self._model)
-        if self._compiled is None:
-            self._compiled, made = self._kind.first(lambda compiled: self._through(compiled, args, kwargs))
-            return done(made)
-        return done(self._through(self._compiled, args, kwargs))
-
-    def _through(self, compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        regions.end, compiled = None, self._compiled
         compiled.patience, compiled.around = self.patience, self._sizes.dynamic
-        return compiled(self._model, args, kwargs)
+        with around:
+            return done(compiled(self._model, args, kwargs))
+
+    def _gathering(self) -> AbstractContextManager[None] | None:
+        """Around a call whose parameters are gathered within it, None where it has no graph."""
+        regions = self.regions
+        if regions.sharding is None:
+            with suppress(ValueError):
+                regions.sharding = Sharding(self._model, held_weakly(regions.runs_plainly))
+        sharding = regions.sharding
+        if sharding is None or regions.refused or not sharding.usual:
+            regions.tell(NOT_WHOLE)
+            self.remove()
+            return None
+        return sharding.standing_in() if sharding.idle else None
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1
@@ -176,5 +161,5 @@ class ModuleCall(TracedCall):
     def remove(self) -> None:
         """Release all graphs, and give the module back as it was."""
         super().remove()
-        if call_of(self._model, within=self.within) is self:
-            set_call_of(self._model, None, within=self.within)
+        if call_of(self._model) is self:
+            set_call_of(self._model, None)

@@ -454,7 +454,6 @@ class CompiledModule(CompiledFunction):
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
-        within: whether its hooks stay outside: only the forward of its class is called.
         backend, **options: see `CompiledFunction`.
     """
 
@@ -465,8 +464,8 @@ class CompiledModule(CompiledFunction):
         with standing_in([(DistributedDataParallel, "_active_ddp_module", None)]):
             return super().__call__(*args, **kwargs)
 
-    def __init__(self, backend: Callable[..., Any], *, within: bool = False, **options: Any) -> None:
-        super().__init__(_traced_forward if within else _traced_call, backend, **options)
+    def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
+        super().__init__(_traced_call, backend, **options)
 
 
 call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
@@ -478,25 +477,17 @@ def _traced_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return module._call_impl(*args, **kwargs)
 
 
-def _traced_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11 to 2.15)"""
+    return module.__dict__.get("_compiled_call_impl")
 
 
-_CALLS = "_compiled_call_impl", "forward"
-
-
-def call_of(module: torch.nn.Module, *, within: bool = False) -> Callable[..., Any] | None:
-    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it, or (`within`) of the
-    forward alone. (2.11 to 2.15)"""
-    return module.__dict__.get(_CALLS[within])
-
-
-def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None, *, within: bool = False) -> None:
+def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have calls of `module` run `call`; None undoes it. See `call_of`. (2.11 to 2.15)"""
     if call is None:
-        module.__dict__.pop(_CALLS[within], None)  # the class has another
+        module.__dict__.pop("_compiled_call_impl", None)  # the class has another
     else:
-        module.__dict__[_CALLS[within]] = call
+        module.__dict__["_compiled_call_impl"] = call
 
 
 def compiled_by_user(module: torch.nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import Ranks, pair_of_ranks
 
@@ -142,6 +143,7 @@ def test_shards(ranks: Ranks, name: str) -> None:
 BLOCKS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "accumulated in bf16": {"accumulate": 2, "bf16": True},
+    "accumulated in bf16, summed up in float32": {"accumulate": 2, "bf16": True, "reduced": torch.float32},
     "kept between forward and backward": {"reshard": False},
     "of two widths": {"wider": 2},
     "partly frozen": {"frozen": True},
@@ -167,6 +169,22 @@ def test_blocks_of_shards_of_which_others_have_replicas() -> None:
 @pytest.mark.slow_after(1)
 def test_blocks_of_shards_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: str) -> None:
     trained(ranks, "blocks_by_hand", options={"fails": fails}, refused="one rank cannot replay")
+
+
+OF_SHARDS: dict[str, dict[str, Any]] = {
+    "is not sharded itself": {"replays": 12},
+    "calls a block twice": {"replays": 12},
+    "has two results": {"replays": 12},
+    "breaks the graph": {"refused": "no part of such a model has a graph"},
+    "leaves a block out": {"refused": "its parameters were not gathered in the first forward"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_SHARDS)
+@pytest.mark.slow_after(3)
+def test_a_sharded_model_that(ranks: Ranks, kind: str) -> None:
+    expected = OF_SHARDS[kind] if "refused" in OF_SHARDS[kind] else OF_SHARDS[kind] | {"updates": 0}
+    trained(ranks, "a_sharded_model_that", options={"kind": kind}, **expected)
 
 
 def test_blocks_of_shards_of_a_compiled_model(ranks: Ranks) -> None:

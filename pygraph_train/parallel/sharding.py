@@ -1,0 +1,211 @@
+"""Models of `fully_shard` as one graph sees them: what gathers parameters and reduces gradients is part of the graph.
+
+Dynamo traces no hook of FSDP. Around each call that it may trace, others stand in their place: it makes an operation of
+each, which runs the hook of FSDP. Parameters are there as a whole, but for their memory, which the hook gives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pygraph_train.patches import held_weakly
+from pygraph_train.problems import Problem
+from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.memory import copy_all, storage_key
+from pygraph_train.torch_private.sharding import Unit, keep_gradient, kept_gradient, states_in, whole
+
+NOT_WHOLE = Problem(
+    "FSDP's model runs without a graph: Dynamo traces only parts of it, parameters stay gathered after a backward, or "
+    "Inductor's kernels were asked for"
+)
+
+
+class Sharding:
+    """How a model of `fully_shard` runs as one graph.
+
+    Args:
+        model: it was called before.
+        plain: called once in each call that runs without a graph, before other processes take part.
+
+    Attributes:
+        told: whether others know what this process does in the present call.
+
+    Raises:
+        ValueError: see `Unit`.
+    """
+
+    def __init__(self, model: nn.Module, plain: Callable[[], object]) -> None:
+        self._plain, self.told = plain, False
+        self._hidden: list[Tensor | None] = []
+        for operation in (_gathered, _left):
+            torch.compiler.allow_in_graph(operation)
+        self._units: dict[str, Unit] = {}
+        for state in states_in(model):
+            name = next(_names)
+            self._units[name] = _units[name] = Unit(state, _hook_before(name), _hook_after(name))
+            _plain[name] = held_weakly(self.runs_plainly)
+            weakref.finalize(self, _plain.pop, name).atexit = False
+        self._groups = [group for unit in self._units.values() for group in unit.groups]
+        self._parameters = [p for unit in self._units.values() for p in unit.parameters]
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Around calls of the model that Dynamo may trace."""
+        self.told = False
+        try:
+            kept = self.kept
+            if any(g is not None for g in kept):
+                self._hidden, self.kept = kept, [None] * len(kept)
+            for unit in self._units.values():
+                unit.stand_in()
+            yield
+        finally:
+            self.show()
+            for unit in self._units.values():
+                unit.step_back()
+
+    def runs_plainly(self, *, anew: bool = False) -> None:
+        """The present call runs without a graph; `anew`: it begins. Hot path."""
+        self.show()
+        if anew or not self.told:
+            self.told = True
+            self._plain()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is gathered: an evaluation may leave parameters so. Hot path."""
+        return all(group.is_sharded for group in self._groups)
+
+    @property
+    def usual(self) -> bool:
+        """Whether a backward frees what it gathers, and leaves nothing half reduced. Hot path."""
+        return all(g.reshard_after_backward and g.all_reduce_grads >= g.reduce_grads for g in self._groups)
+
+    @property
+    def reduces(self) -> tuple[bool, ...]:
+        """Whether gradients wait for a later backward; for each group whether the next one reduces them. Hot path."""
+        waits = any(gradient is not None for gradient in self.kept)
+        return waits, *(group.reduce_grads for group in self._groups)
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """The gradients that wait for a later backward, which reduces them. Hot path."""
+        return list(map(kept_gradient, self._parameters))
+
+    @kept.setter
+    def kept(self, gradients: Sequence[Tensor | None]) -> None:
+        for p, gradient in zip(self._parameters, gradients, strict=True):
+            keep_gradient(p, gradient)
+
+    def show(self) -> None:
+        """Put the gradients that wait where they were: torch 2.15 traces no parameter with one of another dtype."""
+        if self._hidden:
+            self.kept, self._hidden = self._hidden, []
+
+    def keep_at(self, places: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Move the gradients that wait to these places, and return them, None where there is none. Hot path."""
+        pairs = list(zip(places, self.kept, strict=True))
+        if moved := [(place, g) for place, g in pairs if g is not None and g is not place]:
+            copy_all(*zip(*moved, strict=True))
+        self.kept = there = [None if g is None else place for place, g in pairs]
+        return there
+
+    def complete(self, gm: GraphModule) -> bool:
+        """Whether a graph has both operations of all units."""
+        parts = [m for m in gm.modules() if isinstance(m, GraphModule)]
+        calls = [(n.target, n.args[0]) for m in parts for n in m.graph.nodes if n.op == "call_function"]
+        ends = [{name for target, name in calls if target is end} for end in (_gathered, _left)]
+        return ends[0] == ends[1] == set(self._units)
+
+    @property
+    def own(self) -> set[int]:
+        """The ids of the parts of parameters that this process holds."""
+        return {id(p.sharded_param) for p in self._parameters}
+
+    def sharded(self, given: Sequence[Any]) -> list[Any]:
+        """The inputs of a graph, the parts of parameters that this process holds in the place of those. Hot path."""
+        self.show()
+        known = {id(whole(p)): p.sharded_param for p in self._parameters}
+        return [known.get(id(t), t) for t in given]
+
+    def gathered(self, given: Sequence[Any]) -> list[Any]:
+        """The opposite of `sharded`."""
+        known = {id(p.sharded_param): whole(p) for p in self._parameters}
+        return [known.get(id(t), t) for t in given]
+
+    def storages(self) -> set[int]:
+        """Those of gathered parameters, which hooks fill again."""
+        return {storage_key(whole(p).untyped_storage()) for p in self._parameters}
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Around a capture: streams of collectives begin and end with the present one."""
+        streams = [unit.streams for unit in self._units.values()]
+        for others, present in streams:
+            for stream in others:
+                stream.wait_stream(present)
+        yield
+        for others, present in streams:
+            for stream in others:
+                present.wait_stream(stream)
+
+    def reset(self) -> None:
+        """After a forward or a backward that did not end: nothing is gathered, and nothing is awaited."""
+        for unit in self._units.values():
+            unit.reset()
+
+
+_units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()  # by what names them in graphs
+_plain: dict[str, Callable[[], object]] = {}
+_names = map(str, itertools.count())
+
+
+def _hook_before(name: str) -> Callable[..., Any]:
+    def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _through(_gathered, name, (args, kwargs))
+
+    return gather
+
+
+def _hook_after(name: str) -> Callable[..., Any]:
+    def leave(module: nn.Module, args: Any, made: Any) -> Any:
+        return _through(_left, name, made)
+
+    return leave
+
+
+def _gathered(name: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """What FSDP's hook in front of a unit's forward does; of fake tensors, which dtypes it gives."""
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        return _like(tensors, _units[name].dtypes[0])
+    _plain[name]()
+    return _units[name].gather(tensors)
+
+
+def _left(name: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """As `_gathered`, behind it."""
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        return _like(tensors, _units[name].dtypes[1])
+    return _units[name].leave(tensors)
+
+
+def _like(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    return tuple(t.view_as(t) if dtype is None or not t.is_floating_point() else t.to(dtype) for t in tensors)
+
+
+def _through(operation: Callable[..., Any], name: str, value: Any) -> Any:
+    """`value`, of whose tensors the operation has made others."""
+    leaves, shape = tree_flatten(value)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for i, made in zip(places, operation(name, *[leaves[i] for i in places]), strict=True):
+        leaves[i] = made
+    return tree_unflatten(leaves, shape)
