@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pygraph_train import PyGraphError
+import pygraph_train
+from pygraph_train import PyGraph, PyGraphError
 from pygraph_train.core.recording import RecordedRegion
 
-from .compare import Run, compare, same_as_plain
+from .compare import ENGINE, Run, compare, same_as_plain
 from .frameworks import accelerator, forget_accelerators, graphed_step, loader, train_compiled
-from .models import DEVICE, Net, adamw, batches, cross_entropy
+from .models import DEVICE, Net, adamw, batches, cross_entropy, sgd
 
 Accelerator = pytest.importorskip("accelerate").Accelerator
 
@@ -623,7 +626,7 @@ def test_a_gradient_of_features_that_no_graph_has_is_refused(asks: str) -> None:
 def test_weights_that_change_before_their_backward(run: Run, by: str) -> None:
     """Plain training raises: the gradient would be that of other weights."""
     accelerate, model = accelerator(run), Net()
-    model, optimizer = accelerate.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = accelerate.prepare(model, sgd(model, fused=False))
     run.watch(model, optimizer)
     for number, (x, y) in enumerate(run.each(batches(24))):
         out = model(x)
@@ -638,6 +641,27 @@ def test_weights_that_change_before_their_backward(run: Run, by: str) -> None:
                 accelerate.backward(out.square().mean())
             break
         optimizer.zero_grad()
+
+
+def test_a_training_that_is_over_is_freed() -> None:
+    """A search over hyperparameters makes an Accelerator for each trial."""
+    over = []
+    for _ in range(3):
+        forget_accelerators()
+        plugin = PyGraph(engine=ENGINE, forward="on", print_report=False)
+        accelerate = pygraph_train.Accelerator(cpu=DEVICE == "cpu", plugins=[plugin])
+        model = Net()
+        prepared, optimizer = accelerate.prepare(model, adamw(model))
+        for x, y in batches():
+            accelerate.backward(cross_entropy(prepared(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerate.pygraph.report().to_dict()["phases_from_graphs"]["F"] >= 12
+        over.append(weakref.ref(model))
+        del accelerate, plugin, model, prepared, optimizer, x, y
+        gc.collect()
+        gc.collect()
+    assert [reference() for reference in over] == [None] * 3
 
 
 class Undefined(torch.autograd.Function):
