@@ -113,13 +113,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer_whose_loss_is_traced_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, replays=20, **options).report()
-    step = report.whole_steps["training_step"]
-    if "label_smoothing_factor" in options and torch.__version__ < "2.13":  # Dynamo stops at `find_spec`
-        assert report.running_plan == "{F} {B} {O}" and report.steps_replayed > 18, str(report)
-    else:
-        assert step.running_plan == "{F} {B} {O}" and step.steps_replayed > 18, str(report)
+    assert report.running_plan == "{F} {B} {O}" and report.steps_replayed > 18, str(report)
 
 
 @pytest.mark.slow
@@ -148,8 +144,8 @@ def test_a_scaler_skips_steps_with_overflow(fused: bool, clip: float, tmp_path: 
     assert difference is None, difference
     assert trainer.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
     enough([trainer.report()], 20)
-    step = trainer.report().whole_steps["training_step"]
-    assert step.running_plan == ("{F} {B} {O}" if fused else "{F} {B} O"), str(trainer.report())
+    plan = "{F} {B} {O}" if fused else "{F} {B} O"
+    assert trainer.report().running_plan == plan, str(trainer.report())
 
 
 @pytest.mark.parametrize("cls", [Trainer, PyGraphTrainer])
@@ -195,8 +191,8 @@ def test_a_callback_before_the_optimizer_splits_the_step(tmp_path: Path) -> None
     trainer, found = train(lambda **kw: make(PyGraphTrainer, pygraph=CONFIG, **kw), tmp_path)
     assert differs(frozen(expected), frozen(found)) is None
     assert norms[:30] == norms[30:]
-    step: Any = trainer.report().whole_steps["training_step"]
-    assert step.running_plan in ("{F} {B} {O}", "{F} {B} O") and step.steps_replayed > 18, str(step)
+    report: Any = trainer.report()
+    assert report.running_plan == "{F} {B} {O}" and report.steps_replayed > 18, str(report)
 
 
 def test_a_trainer_of_the_users_own(tmp_path: Path) -> None:
@@ -210,7 +206,7 @@ def test_a_trainer_of_the_users_own(tmp_path: Path) -> None:
     _, expected = train(Weighted, tmp_path)
     trainer, found = train(whole(Fused), tmp_path)
     assert differs(frozen(expected), frozen(found)) is None
-    assert trainer.report().whole_steps["training_step"].steps_replayed > 18
+    assert trainer.report().steps_replayed > 18
 
 
 def halved(base: Any) -> Any:
@@ -244,7 +240,7 @@ def test_overridden_parts_of_the_step_run_on_every_step(change: Any, inside: boo
     trainer, found = train(whole(ours), tmp_path)
     assert differs(frozen(expected), frozen(found)) is None
     report = trainer.report()
-    assert report.running_plan == "{F} {B} {O}" and "is overridden" in text_of(report), str(report)
+    assert report.running_plan == "{F} {B} {O}", str(report)
 
 
 def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
@@ -266,10 +262,10 @@ def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
     assert report.running_plan == "{F} {B} {O}", str(report)
 
 
-def test_torch_compile_of_the_trainer_and_ours_do_not_fight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [with_callback, whole()])
+def test_torch_compile_of_the_trainer_and_ours_do_not_fight(make: Any, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    both(whole(), tmp_path, replays=20, **options)
-    report: Any = both(with_callback, tmp_path, replays=10, **options).report()
+    report: Any = both(make, tmp_path, replays=10, **options).report()
     assert report.running_plan == "F B {O}", str(report)
     assert "torch_compile=True" in text_of(report)
 

@@ -297,15 +297,9 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         return optimizer
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        if self.pygraph is not None and (loop := self.pygraph._loop) is not None:
-            if (
-                not kwargs
-                and self.scaler is None
-                and tried(functools.partial(loop.made_backward, loss, self.gradient_accumulation_steps))
-            ):
-                return
-            kwargs = loop.ends_of(loss, **kwargs)
-        super().backward(loss, **kwargs)
+        if self.pygraph is None or (loop := self.pygraph._loop) is None:
+            return super().backward(loss, **kwargs)
+        make_backward(loop, self, super().backward, loss, **kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         plugin = self.pygraph
@@ -345,6 +339,15 @@ class Accelerator(_Graphed):
         super().__init__(*args, **kwargs)
         if plugin is not None:
             plugin._bind(self)
+
+
+def make_backward(
+    loop: Loop, accelerator: accelerate.Accelerator, stock: Callable[..., None], loss: Any, **kwargs: Any
+) -> None:
+    """In the place of an Accelerator's `backward`, which is `stock`."""
+    directly = functools.partial(loop.made_backward, loss, accelerator.gradient_accumulation_steps)
+    if kwargs or accelerator.scaler is not None or not tried(directly):
+        stock(loss, **loop.ends_of(loss, **kwargs))
 
 
 def graph_steps(loop: Loop, optimizer: AcceleratedOptimizer) -> Callable[[], None]:

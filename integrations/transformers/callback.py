@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import TrainerCallback
 from transformers.training_args import ParallelMode
 
@@ -59,7 +60,6 @@ class PyGraphTrainerCallback(TrainerCallback):
         self._loop: Loop | None = None
         self._undo: Callable[[], None] = nothing
         self._at_exit: Callable[[], None] = nothing  # registered while training
-        self.others_graph = False  # the Trainer does so itself
 
     def __getstate__(self) -> dict[str, Any]:
         """All but graphs and their report, which are those of one process."""
@@ -85,11 +85,11 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
-        quietly(self._release)  # of a training that ended with an exception
+        quietly(self._end)  # a training that ended with an exception
         arranged(lambda: self._start(args, state, **kwargs), self._report.failed)
 
     def _start(self, args: Any, state: Any, **kwargs: Any) -> None:
-        if self.others_graph or kwargs["optimizer"] in _served:
+        if kwargs["optimizer"] in _served:
             self._report = LoopReport()
             self._report.note(_TWICE)
             return log.warning("pygraph: %s", _TWICE)
@@ -109,9 +109,10 @@ class PyGraphTrainerCallback(TrainerCallback):
                 "Remove torch_compile=True, and pass compile=True to pygraph-train: graphs hold Inductor's kernels "
                 "then",
             )
-        else:  # callbacks get the model without its wrapper
-            replication = Replicas(kwargs["model"]) if args.world_size > 1 else None
-            loop.take_module(kwargs["model"], replication=replication)
+        elif args.world_size > 1:  # callbacks get the model without its wrapper
+            loop.take_module(kwargs["model"], replication=Replicas(kwargs["model"]))
+        else:
+            self.take_model(loop, kwargs["model"])
         optimizer = kwargs["optimizer"]
         undo = graph_steps(loop, optimizer)
         _served.add(optimizer)
@@ -122,6 +123,10 @@ class PyGraphTrainerCallback(TrainerCallback):
 
         self._undo = release
 
+    def take_model(self, loop: Loop, model: nn.Module) -> None:
+        """Have a loop make the calls of the model, in a training of one process."""
+        loop.take_module(model)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Tell the history and the callbacks behind this one, where `log_metrics=True` asks for it."""
         if self._loop is not None:
@@ -129,10 +134,14 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give everything back, and show what happened."""
-        quietly(self._release, lambda: show_report(self._report, args, self.config))
+        quietly(self._end, lambda: show_report(self._report, args, self.config))
 
-    def _release(self) -> None:
+    def _end(self) -> None:
         atexit.unregister(self._at_exit)
+        self.release()
+
+    def release(self) -> None:
+        """Give model and optimizer back as they were."""
         if self._loop is not None:
             quietly(self._undo, self._loop.release)
             self._loop = None

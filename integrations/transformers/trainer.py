@@ -1,47 +1,24 @@
-"""`PyGraphTrainer` in the place of `transformers.Trainer`: the step's loss, backward and update from graphs."""
+"""`PyGraphTrainer` in the place of `transformers.Trainer`: the Trainer's loss is in the graph of the forward."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import (
-    SETTING_UP,
-    STEP,
-    Boundary,
-    arranged,
-    done,
-    executes,
-    once,
-    quietly,
-    surely,
-    tried,
-)
+from pygraph_train.boundary import quietly, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
-from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate.plugin import graph_steps, route_step
-from pygraph_train.integrations.transformers.callback import (
-    PyGraphTrainerCallback,
-    add_metrics,
-    show_report,
-    steps_left,
-    unsupported,
-)
-from pygraph_train.parallel.replication import Replication, replication_of
-from pygraph_train.problems import Problem, defined_at
-from pygraph_train.report.announcements import give_reason
+from pygraph_train.integrations.accelerate.plugin import make_backward
+from pygraph_train.integrations.transformers.callback import PyGraphTrainerCallback, add_metrics
+from pygraph_train.patches import standing_in
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.loop import Loop
-from pygraph_train.step.phase_runner import PhaseRunner
-from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.sizes import rows_stay
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
@@ -53,55 +30,24 @@ class PyGraphTrainerMixin(transformers.Trainer):
     """
 
     def __init__(self, *args: Any, pygraph: PyGraphConfig | None = None, **kwargs: Any) -> None:
-        self._pygraph_config = PyGraphConfig.of(pygraph, {})
-        self._pygraph_report = surely(LoopReport, SETTING_UP)
-        self._pygraph_loop: Loop | None = None
-        self._whole: _WholeStep | None = None
+        self._pygraph = _CallbackOfTrainer(self, pygraph)
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, self._pygraph)
 
     def report(self) -> LoopReport:
         """The report of the training steps so far. It prints as a table."""
-        return self._pygraph_report
+        return self._pygraph.report()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        config, device = self._pygraph_config, self.args.device
-        self._pygraph_loop = surely(lambda: Loop(config, device, unsupported(self.args)), SETTING_UP)
-        self._pygraph_report = self._pygraph_loop.report
-        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, PyGraphTrainerCallback)]
-        for callback in callbacks:
-            callback.others_graph = True
         try:
-            result = super()._inner_training_loop(*args, **kwargs)
-        except KeyboardInterrupt:
-            quietly(lambda: show_report(self._pygraph_report, self.args, config))
-            raise
-        finally:
-            for callback in callbacks:
-                callback.others_graph = False
-            if self._whole is not None:
-                quietly(self._whole.close)
-            self._whole = None
-            quietly(self._pygraph_loop.release)
-            self._pygraph_loop = None
-        show_report(self._pygraph_report, self.args, self._pygraph_config)
-        return result
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:  # a Trainer tells its callbacks of no exception
+            quietly(self._pygraph.release)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if self._pygraph_loop is not None:
-            quietly(lambda: add_metrics(self._pygraph_report, self._pygraph_config, logs))
+        if self._pygraph.trains:
+            quietly(lambda: add_metrics(self.report(), self._pygraph.config, logs))
         super().log(logs, *args, **kwargs)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        loop = self._pygraph_loop
-        if loop is None or not loop.active:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if self._whole is None:
-            self._whole = arranged(lambda: _WholeStep(self, loop), self._pygraph_report.failed)
-        if self._whole is None:
-            loop.active = False
-            return super().training_step(model, inputs, num_items_in_batch)
-        step = functools.partial(super().training_step, num_items_in_batch=num_items_in_batch)
-        return self._whole.forward_and_backward(step, model, inputs, num_items_in_batch)
 
 
 class PyGraphTrainer(PyGraphTrainerMixin):
@@ -115,202 +61,66 @@ class PyGraphTrainer(PyGraphTrainerMixin):
     """
 
 
-class _WholeStep:
-    """The training steps of one `train()`: forward and backward here, the optimizer where the Trainer calls it."""
+class _CallbackOfTrainer(PyGraphTrainerCallback):  # type: ignore[misc]  # mypy does not find its module
+    """The callback of a `PyGraphTrainer`: graphs hold `compute_loss`, and the backward is made without autograd."""
 
-    def __init__(self, trainer: PyGraphTrainerMixin, loop: Loop) -> None:
+    def __init__(self, trainer: PyGraphTrainerMixin, config: PyGraphConfig | None) -> None:
+        super().__init__(config)
         self._trainer = trainer
-        self._loop = loop
-        self._report = StepReport()
-        self._runner: PhaseRunner | None = None
-        self._at_rest = False  # every further step is the Trainer's alone
-        self._undo: Callable[[], None] = lambda: None
-        self._boundary = Boundary(self._report.failed, self.close)
-        problem = _not_whole(trainer)
-        self._replication = replication_of(trainer.model_wrapped)
-        if problem is None:
-            self._start()
-        else:
-            self._fall_back(problem)
+        self._patches = ExitStack()
+        self._made: Any = None  # by `compute_loss`, until its backward
 
-    def forward_and_backward(
-        self, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
-    ) -> Tensor:
-        """The Trainer's `training_step`."""
-        runner = self._runner
-        if runner is None:
-            return step(model, inputs)
+    @property
+    def trains(self) -> bool:
+        """Whether a training has begun and has not ended."""
+        return self._loop is not None
 
-        def plainly() -> Tensor:
-            """The Trainer's own step, after the library has failed."""
-            runner.within = False
-            executes(STEP)
-            return step(model, inputs)
+    def take_model(self, loop: Loop, model: nn.Module) -> None:
+        trainer = self._trainer
+        if trainer.model_wrapped is not model:  # by torchrun with one process
+            return super().take_model(loop, model)
+        compute_loss, accelerator = trainer.compute_loss, trainer.accelerator
+        graphed = ComputeLoss(compute_loss, model)
+        loop.take_module(graphed)
 
-        ours = functools.partial(self._make, runner, step, model, inputs, num_items)
-        return self._boundary.make(ours, plainly)
+        def loss_of(given: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            if given is not model or return_outputs or not torch.is_grad_enabled():
+                return compute_loss(given, inputs, return_outputs=return_outputs, **kwargs)
+            self._made = graphed(inputs, kwargs)
+            return self._made
 
-    def _make(
-        self, runner: PhaseRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
-    ) -> Tensor:
-        trainer, program = self._trainer, self._program
-        if self._at_rest:
-            runner.made_elsewhere(trainer.accelerator.sync_gradients)
-            return step(model, inputs)
-        program.model.train()
-        inputs = dict(trainer._prepare_inputs(inputs))
-        program.scale = _loss_scale(trainer, num_items)
-        update, replication = trainer.accelerator.sync_gradients, self._replication
-        runner.begin(update)
-        accelerator = trainer.accelerator
-        others = accelerator.scaler is not None or "backward" in vars(accelerator)
+        replaced: list[Any] = [(trainer, "compute_loss", loss_of)]
+        if "backward" not in vars(accelerator):
+            backward = functools.partial(self._backward, loop, accelerator, accelerator.backward)
+            replaced.append((accelerator, "backward", backward))
+        self._patches.enter_context(standing_in(replaced))
 
-        def run(call: Call) -> Tensor:
-            with replication.micro_batch(last=update):
-                if call is plain_call:
-                    executes(STEP)
-                    return step(program.model, inputs)
-                loss = program.forward(call, (inputs, num_items))
-                if others or not tried(lambda: made_directly(loss, accelerator.gradient_accumulation_steps)):
-                    accelerator.backward(loss)
-            return loss.detach()
+    def _backward(
+        self, loop: Loop, accelerator: Any, stock: Callable[..., None], loss: Any, **kwargs: Any
+    ) -> None:
+        """In the place of the Accelerator's: `training_step` of the Trainer may have divided the loss."""
+        trainer, (made, self._made) = self._trainer, (self._made, None)
+        divided = made is not None and made is not loss
+        if divided and type(trainer).training_step is transformers.Trainer.training_step:
+            by = trainer.current_gradient_accumulation_steps * accelerator.gradient_accumulation_steps
+            others = kwargs or accelerator.scaler is not None
+            if not others and tried(lambda: made_directly(made, by, loss)):
+                return
+        make_backward(loop, accelerator, stock, loss, **kwargs)
 
-        loss = runner.make(run)
-        done(loss)
-        if not update:
-            self._end(runner)
+    def release(self) -> None:
+        self._made = None
+        quietly(self._patches.close)
+        super().release()
+
+
+class ComputeLoss(nn.Module):
+    """`compute_loss` of a Trainer as a module, whose calls have graphs."""
+
+    def __init__(self, compute_loss: Any, model: nn.Module) -> None:
+        super().__init__()
+        self._compute_loss, self.model = compute_loss, model
+
+    def forward(self, inputs: Any, options: dict[str, Any]) -> Tensor:
+        loss: Tensor = self._compute_loss(self.model, {**inputs}, **options)
         return loss
-
-    def _end(self, runner: PhaseRunner) -> None:
-        """The step has ended, its update included."""
-        runner.finish()
-        if not runner.replayed:
-            self._at_rest = runner.at_rest
-
-    def close(self) -> None:
-        """Release all graphs and give the optimizer back."""
-        self._undo()
-        self._undo = lambda: None
-        if self._runner is not None:
-            self._runner.release()
-            self._runner = None
-
-    def _start(self) -> None:
-        trainer, loop = self._trainer, self._loop
-        engine = make_engine(loop.config.engine, trainer.args.device)
-        assert engine is not None
-        self._program = _TrainerProgram(trainer, self._replication)
-        self._runner = PhaseRunner(
-            self._program,
-            loop.config,
-            engine,
-            self._report,
-            left=lambda: steps_left(trainer.state) * trainer.args.gradient_accumulation_steps,
-            even=lambda: rows_stay(trainer.callback_handler.train_dataloader),
-        )
-        loop.report.whole_step("training_step", self._report)
-        self._undo = route_step(trainer.optimizer, self._optimizer_step)
-
-    def _optimizer_step(self, body: Callable[[], None]) -> None:
-        """In the place of the optimizer's."""
-        made = once(body)
-        self._boundary.make(lambda: self._update(made), made)
-
-    def _update(self, body: Callable[[], None]) -> None:
-        runner = self._runner
-        if runner is None or not runner.within:
-            return body()
-        runner.update(body)()
-        done(None)
-        self._end(runner)
-        if runner.hopeless:
-            self._fall_back(None)
-
-    def _fall_back(self, problem: Problem | None) -> None:
-        """Forward, backward and optimizer by themselves, as under the callback."""
-        self.close()
-        trainer, loop = self._trainer, self._loop
-        if problem is not None:
-            self._report.failed(problem)
-            told = f"training steps are not graphed as a whole: {problem}"
-            give_reason(loop.report, problem, self._report.steps, loop.config, told)
-        if not trainer.args.torch_compile and trainer.model is not None:
-            loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)
-        optimizer: Any = trainer.optimizer
-        if hasattr(optimizer, "scaler"):
-            self._undo = graph_steps(loop, optimizer)
-
-
-class _TrainerProgram(StepProgram):
-    """A step of a transformers Trainer. Its replicas have the same gradients, so the update exchanges nothing."""
-
-    def __init__(self, trainer: PyGraphTrainerMixin, replication: Replication) -> None:
-        accelerated: Any = trainer.optimizer
-        super().__init__(accelerated.optimizer, trainer.args.device, trainer.accelerator.scaler)
-        self.replication = replication
-        self.model = trainer.model_wrapped
-        if not replication.shared:  # without what torch_compile=True would compile again
-            self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self.scale = 1
-        self._trainer = trainer
-        model = self.model
-
-        def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
-            return trainer.compute_loss(model, {**inputs}, num_items_in_batch=num_items_in_batch)
-
-        self._function = loss_of
-
-    def forward(self, call: Call, args: tuple[Any, ...]) -> Tensor:
-        """The loss with its autograd graph, divided as the Trainer does."""
-        with self._trainer.compute_loss_context_manager():
-            loss: Tensor = call(self._function, args, {})
-        return loss / self.scale if self.scale != 1 else loss
-
-
-def _not_whole(trainer: transformers.Trainer) -> Problem | None:
-    """Why steps of this Trainer cannot be graphed as a whole, seen before the first one."""
-    if not hasattr(transformers.Trainer, "_clip_grad_norm"):
-        return Problem(
-            "this version of transformers clips gradients inside its loop, where no graph can hold the clipping",
-            fix="Use version 5",
-        )
-    optimizer: Any = trainer.optimizer
-    if not hasattr(optimizer, "scaler"):
-        return Problem("the Trainer's optimizer was not prepared by Accelerate")
-    if callable(getattr(optimizer.optimizer, "train", None)):
-        return Problem(
-            f"{type(optimizer.optimizer).__name__} switches between train and eval mode in Python on every step"
-        )
-    if trainer.args.torch_empty_cache_steps is not None:
-        return Problem("torch_empty_cache_steps frees memory inside the step")
-    if trainer.args.optim in ("lomo", "adalomo"):
-        return Problem(f"the optimizer {trainer.args.optim} updates parameters during backward")
-    if trainer.args.torch_compile and isinstance(trainer.model_wrapped, DistributedDataParallel):
-        return Problem(
-            "torch_compile=True under DistributedDataParallel: the model is already compiled, and no graph can "
-            "hold it"
-        )
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        return Problem("a parallelism_config is set, and it changes the calls around the loss")
-    for name in ("training_step", "_clip_grad_norm"):  # graphs hold what the Trainer's own do
-        around, inside = getattr(type(trainer), name), getattr(super(PyGraphTrainerMixin, trainer), name)
-        if around is not getattr(PyGraphTrainerMixin, name):
-            return _overridden(around)
-        if inside.__func__ is not getattr(transformers.Trainer, name):
-            return _overridden(inside.__func__)
-    return None
-
-
-def _overridden(method: Callable[..., Any]) -> Problem:
-    return Problem(
-        f"{method.__qualname__} is overridden, and runs in Python on every step", defined_at(method)
-    )
-
-
-def _loss_scale(trainer: transformers.Trainer, num_items: Any) -> int:
-    """What the Trainer divides the loss by, besides what the model does."""
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if scaled is None:
-        normalized = trainer.model_accepts_loss_kwargs and num_items is not None
-        scaled = normalized or trainer.compute_loss_func is not None
-    return 1 if scaled else trainer.current_gradient_accumulation_steps
