@@ -69,6 +69,13 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         from pygraph_train.integrations.accelerate.explained import subject_of_step
 
         return subject_of_step(step, args, kwargs)
+    fabric = sys.modules.get("pygraph_train.integrations.fabric.step")
+    if fabric is not None and isinstance(step, fabric.FabricStep):
+        optimizers = list(map(_unwrapped, _listed(step.optimizer)))
+        models = nn.ModuleList(step.model) if isinstance(step.model, (list, tuple)) else step.model
+        subject = _subject(step.fn, args, kwargs, models, optimizers, step.manual)
+        subject.context = step.looked_at
+        return subject
     if (by_hand := getattr(step, "by_hand", None)) is not None:
         subject = _subject(by_hand.fn, args, kwargs, by_hand.model, list(by_hand.optimizers), manual=True)
         subject.context = by_hand.loop.paused

@@ -62,11 +62,10 @@ def stepwise(script: Script, **options: Any) -> None:
 
 
 def whole(report: Any, least: int = 20, plan: str = "{F} {B} {O}") -> Any:
-    """The report of the one graphed step, which has to have replayed."""
-    ((_, step),) = report.whole_steps.items()
-    assert step.steps_replayed >= least, str(report)
-    assert step.running_plan == plan, str(report)
-    return step
+    """The report of steps that were graphed, which have to have replayed."""
+    assert report.phases_from_graphs["F"] >= least, str(report)
+    assert report.running_plan == plan, str(report)
+    return report
 
 
 def phases(report: Any, least: int = 20) -> None:
@@ -250,11 +249,10 @@ def test_two_graphed_steps_for_two_optimizers() -> None:
         script.write_state(first, one)
         script.write_state(second, two)
 
-    report = both(script, precision="bf16-mixed", replays=32)
-    assert [step.steps_replayed > 15 for step in report.whole_steps.values()] == [True, True], str(report)
+    whole(both(script, precision="bf16-mixed", replays=32), least=50)
 
 
-def test_two_graphed_steps_of_one_name_share_an_optimizer() -> None:
+def test_two_graphed_steps_share_an_optimizer() -> None:
     def script(script: Script) -> None:
         model, optimizer, loader, schedule = setup(script, steps=60)
         steps = [
@@ -266,12 +264,10 @@ def test_two_graphed_steps_of_one_name_share_an_optimizer() -> None:
             schedule.step()
         script.write_state(model, optimizer)
 
-    report = both(script, replays=50)
-    assert list(report.whole_steps) == ["<lambda>", "<lambda> (2)"]
-    assert [step.steps_replayed >= 25 for step in report.whole_steps.values()] == [True, True], str(report)
+    whole(both(script, replays=50), least=50)
 
 
-def test_a_step_that_is_given_up_leaves_the_optimizer_to_another_one() -> None:
+def test_a_graphed_step_that_writes_to_python_shares_an_optimizer() -> None:
     def script(script: Script) -> None:
         model, optimizer, loader, _ = setup(script, steps=80)
         seen: list[int] = []
@@ -288,8 +284,7 @@ def test_a_step_that_is_given_up_leaves_the_optimizer_to_another_one() -> None:
             script.write("loss", steps[index < 20 or index % 2](batch))
         script.write_state(model, optimizer)
 
-    report = both(script, replays=30)
-    assert [step.steps_replayed >= 30 for step in report.whole_steps.values()] == [False, True], str(report)
+    whole(both(script, replays=60), least=60)
 
 
 def test_layers_frozen_for_a_while() -> None:
@@ -512,8 +507,7 @@ def test_a_backward_of_the_users_own_runs_on_every_step() -> None:
     for batch in loader:
         step(batch)
     assert fabric.count == 30
-    (row,) = step.report().fallbacks
-    assert "Overridden.backward is not Fabric's own" in row.reason and row.where is not None
+    assert not step.report().fallbacks
     phases(pygraph.report())
 
 

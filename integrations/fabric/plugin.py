@@ -25,9 +25,9 @@ try:
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.fabric.step import Clipping, FabricStep
+from pygraph_train.integrations.fabric.step import FabricStep
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import why_not_spread
 from pygraph_train.patches import standing_in
@@ -141,7 +141,8 @@ class PyGraphFabric:
 
         Graphed steps cannot be called any more.
         """
-        quietly(*[step.retire for step in self._steps])
+        for step in self._steps:
+            step.detached = True
         if self._loop is not None:
             quietly(self._loop.release)
         quietly(self._patches.close)
@@ -192,7 +193,7 @@ class PyGraphFabric:
     ) -> Any:
         """A whole training step of a function that computes the loss. Also a decorator.
 
-        Forward with the loss, backward, and the update with clipping have graphs.
+        Forward with the loss, backward and update have graphs, and Fabric clips between them.
 
         ```python
         @pygraph.graphed_step(model=model, optimizer=optimizer, max_norm=1.0, error_if_nonfinite=False)
@@ -214,15 +215,15 @@ class PyGraphFabric:
             optimizer: as `fabric.setup` returned it. Gradients are emptied before each step, and
                 the next replay overwrites them: keep a clone if you need one longer.
             max_norm, norm_type, error_if_nonfinite, clip_val: as in `fabric.clip_gradients`; without `max_norm` and
-                `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the norm is read on
-                the host between backward and the optimizer, so the optimizer has a graph of its own.
+                `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the host waits for the
+                norm.
             manual_optimization: `fn` makes the whole step itself: it calls `fabric.backward`,
                 `fabric.clip_gradients`, and `step` and `zero_grad` of its optimizers. `model` and `optimizer` may be
                 lists then. Forward, backward and optimizers have graphs of their own.
 
         Returns:
             A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
-            is the norm that `fabric.clip_gradients` would have returned.
+            is what `fabric.clip_gradients` has returned.
 
         Raises:
             TypeError: model or optimizer was not set up with Fabric.
@@ -231,11 +232,19 @@ class PyGraphFabric:
             RuntimeError: this object is not attached to a Fabric.
         """
         fabric, loop = surely(self._attached, SETTING_UP)
-        clipping = surely(lambda: Clipping(max_norm, norm_type, error_if_nonfinite, clip_val), SETTING_UP)
-        if manual_optimization and clipping.on:
+        clips = max_norm is not None or clip_val is not None
+        if max_norm is not None and clip_val is not None:
+            raise ValueError("graphed_step takes max_norm or clip_val, but not both: leave one of them out")
+        if manual_optimization and clips:
             raise ValueError(
                 "under manual_optimization=True the function clips by itself: leave out max_norm and clip_val"
             )
+        clipping = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+            "clip_val": clip_val,
+        }
         given: Any
         for what, given, kind in ("model", model, _FabricModule), ("optimizer", optimizer, _FabricOptimizer):
             several = manual_optimization and isinstance(given, (list, tuple))
@@ -243,7 +252,7 @@ class PyGraphFabric:
                 surely(functools.partial(_check, fabric, what, one, kind), SETTING_UP)
 
         def made(fn: Callable[..., Any]) -> FabricStep:
-            given = (model, optimizer, clipping, self._models, self._accumulating)
+            given = model, optimizer, clipping if clips else None, self._models, self._accumulating
             step = surely(
                 lambda: FabricStep(fn, fabric, loop, *given, manual=manual_optimization), SETTING_UP
             )
@@ -292,8 +301,11 @@ class PyGraphFabric:
     def _backward(
         self, stock: Callable[..., None], loss: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if (loop := self._loop) is not None:
-            quietly(lambda: kwargs.update(loop.ends_of(loss, *args, **kwargs)))
+        if (loop := self._loop) is not None and self._fabric is not None:
+            others = args or kwargs or getattr(self._fabric.strategy.precision, "scaler", None)
+            if not others and tried(lambda: loop.made_backward(loss, 1)):
+                return
+            kwargs = loop.ends_of(loss, *args, **kwargs)
         stock(loss, module, *args, **kwargs)
 
     def _log_dict(self, stock: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:

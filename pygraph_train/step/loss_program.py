@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,11 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
+from pygraph_train.report.announcements import tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
+from pygraph_train.step.function_step import NotCopied
 from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.trees import detached_results
@@ -55,23 +56,6 @@ _all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
 """Those that exist: several may share an optimizer."""
 
 
-class NotCopied:
-    """Base of graphed steps. `copy.copy`, `copy.deepcopy` and `pickle` raise a TypeError that says what to do.
-
-    This is so before the first step as well: `copy.deepcopy` leaves functions as they are, and the copied optimizer
-    would wait for gradients that the function computes for the first model.
-    """
-
-    _made_by: ClassVar[str]  # what makes such steps
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a graphed step cannot be copied or pickled: its graphs are for the tensors of one model and "
-            "one optimizer. Copy the model and the optimizer together, copy.deepcopy((model, optimizer)), or save "
-            f"their state_dict(), and make a new graphed step for the copies with {self._made_by}"
-        )
-
-
 class LossSteps(NotCopied):
     """Makes the steps of a `LossProgram`, from graphs where that changes nothing.
 
@@ -79,7 +63,6 @@ class LossSteps(NotCopied):
         program: what a step is.
         config: options.
         engine: where graphs are made; None makes all steps as they are.
-        why_off: why there is no engine, where the options ask for one.
 
     Attributes:
         program: as given.
@@ -95,17 +78,15 @@ class LossSteps(NotCopied):
         program: LossProgram,
         config: PyGraphConfig,
         engine: Engine | None,
-        why_off: str = NO_DEVICE,
     ) -> None:
         self.program = program
         self._report = surely(StepReport, SETTING_UP) if self.apart is None else self.apart.loop.report
         self._boundary = Boundary(self._report.failed, self._let_go)
         self._pending = False
-        self._counted_elsewhere = False
         self._made = False
         _all.add(self)
         if engine is None and self.apart is None:
-            self._report.note(tell_why_off(config, why_off))
+            self._report.note(tell_why_off(config))
         elif engine is not None:
             self._runner = arranged(
                 lambda: PhaseRunner(program, config, engine, self._report), self._report.failed
@@ -153,11 +134,12 @@ class LossSteps(NotCopied):
         if self.apart is not None:
             result = self.apart((args, kwargs), {"update": updates, "counts": False})
         elif runner is None:
-            self._report.step_began(elsewhere=self._counted_elsewhere)
+            self._report.step_began()
             result = program.run(args, kwargs, plain_update, plain_call, **place)
         else:
             runner.begin(updates)
-            result = runner.make(functools.partial(program.run, args, kwargs, runner.update, **place))
+            update_at_once = functools.partial(runner.update, at_once=True)
+            result = runner.make(functools.partial(program.run, args, kwargs, update_at_once, **place))
         self._pending = not updates  # only now: a step that raised is not part of an accumulation
         done(result)
         if runner is not None:
@@ -181,7 +163,7 @@ class LossSteps(NotCopied):
                 if self._runner is not None:
                     self._runner.made_elsewhere(update and program.optimizer is not None)
                 else:
-                    self._report.step_began(elsewhere=self._counted_elsewhere)
+                    self._report.step_began()
             except Exception as error:
                 not_needed(error)
         if program.replication.shared or not program.nothing_but_steps:
@@ -192,8 +174,8 @@ class LossSteps(NotCopied):
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
-        loss, result = program.loss_of(program.step_fn(*args, **kwargs))
-        loss.backward()
+        result = program.step_fn(*args, **kwargs)
+        loss_in(result).backward()
         if update and optimizer is not None:
             optimizer.step()
         self._pending = not update
@@ -250,44 +232,17 @@ class LossProgram(StepProgram):
     @functools.cached_property
     def nothing_but_steps(self) -> bool:
         """Whether backward and update are those of torch: nothing is scaled or clipped."""
-        return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
+        return self._max_grad_norm is None and not self.scaling.on
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The loss, and all that the function returns."""
-        return self.loss_of(call(self.step_fn, args, kwargs))
-
-    def loss_of(self, result: Any) -> tuple[Tensor, Any]:
-        """The loss in what the function has returned, and all of that. Hot path."""
-        if type(result) is Tensor and result.requires_grad and result.dim() == 0:
-            return result, result
-        loss = result.get("loss") if type(result) is not Tensor and isinstance(result, Mapping) else result
-        if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.requires_grad:
-            torch.autograd.backward(loss)  # raises what it raises in a plain loop
-        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-            raise theirs(
-                TypeError(
-                    "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
-                    f"'loss'; got {_describe(result)}. If step_fn makes the backward and the update itself, pass "
-                    "manual_optimization=True"
-                )
-            )
-        return loss, result
+        result = call(self.step_fn, args, kwargs)
+        return loss_in(result), result
 
     @functools.cached_property
     def backward(self) -> Callable[[Tensor], object]:
         """What makes the backward of a loss by autograd."""
         return (lambda loss: self.scaling.scale(loss).backward()) if self.scaling.on else _BACKWARD
-
-    def transform_gradients(self) -> None:
-        if self.optimizer is None:
-            return
-        self.scaling.unscale()
-        if self._max_grad_norm is not None:
-            executes(UPDATE)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-
-    def update(self) -> None:
-        self.scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
@@ -310,14 +265,13 @@ class LossProgram(StepProgram):
         others = clipped.others()
         return ("clipped parameters", clipped.changes, others) if others or clipped.changes else ()
 
-    def update_in_parts(self) -> tuple[Callable[[], None] | None, Callable[[], None]]:
-        """What acts between backward and the optimizer in Python, None for nothing, and the rest of the phase."""
-        return None, self.update_phase
-
-    def update_phase(self) -> None:
+    def update(self) -> None:
         """Everything between the backward and the end of the step."""
-        self.transform_gradients()
-        self.update()
+        self.scaling.unscale()
+        if self._max_grad_norm is not None:
+            executes(UPDATE)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        self.scaling.step()
 
     def run(
         self,
@@ -339,8 +293,8 @@ class LossProgram(StepProgram):
         if self.optimizer is not None and first:
             _empty_gradients(self.optimizer)
         # all of this now: nothing has happened yet that could not be made twice
-        backward, (between, body) = self.backward, self.update_in_parts()
-        make_update = update(body, self.constants, at_once=between is None)
+        backward = self.backward
+        make_update = update(self.update, self.constants)
         with self.replication.micro_batch(last=last) if self.replication.shared else _ALONE:
             loss, result = self.forward(call, args, kwargs)
             try:
@@ -351,8 +305,6 @@ class LossProgram(StepProgram):
                     tell_once(f"Perhaps {BACKWARD_MADE}")
                 raise
         if last and self.optimizer is not None:
-            if between is not None:
-                between()
             make_update()
         return result.detach() if type(result) is Tensor else detached_results(result)
 
@@ -366,9 +318,27 @@ def _empty_gradients(optimizer: Any) -> None:
             p.grad = None
 
 
-def plain_update(body: Callable[[], None], constants: object, *, at_once: bool) -> Callable[[], None]:
+def plain_update(body: Callable[[], None], constants: object) -> Callable[[], None]:
     """The optimizer phase as it is."""
     return body
+
+
+def loss_in(result: Any) -> Tensor:
+    """The loss in what a function for it has returned. Hot path."""
+    if type(result) is Tensor and result.requires_grad and result.dim() == 0:
+        return result
+    loss = result.get("loss") if type(result) is not Tensor and isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.requires_grad:
+        torch.autograd.backward(loss)  # raises what it raises in a plain loop
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        raise theirs(
+            TypeError(
+                "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
+                f"'loss'; got {_describe(result)}. If step_fn makes the backward and the update itself, pass "
+                "manual_optimization=True"
+            )
+        )
+    return loss
 
 
 def _describe(value: Any) -> str:
