@@ -16,7 +16,7 @@ def text_of(report: StepReport) -> str:
 
 def runs_of_graphs(report: StepReport) -> int:
     """Steps whose forward came from graphs, and updates that did."""
-    return report.phases_from_graphs["F"] + sum(part.optimizer_steps_replayed for part in report.parts())
+    return report.phases_from_graphs["F"] + report.optimizer_steps_replayed
 
 
 def regions_ran(least: int, refused: str | None = None) -> None:
@@ -35,8 +35,6 @@ def regions_ran(least: int, refused: str | None = None) -> None:
 def reasons(report: StepReport) -> str:
     """Everything that a report says about what is not replayed."""
     told = [f"{f.reason} {f.fix}" for f in report.fallbacks] + report.notes
-    for step in getattr(report, "whole_steps", {}).values():
-        told.append(reasons(step))
     return "\n".join(told)
 
 

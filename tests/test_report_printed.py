@@ -23,7 +23,6 @@ from pygraph_train.report import step_report, table
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.printing import shortened
-from pygraph_train.report.progress import Progress
 from pygraph_train.report.step_report import Fallback
 from tests.ranks import pair_of_ranks
 
@@ -220,15 +219,6 @@ def test_steps_without_graphs_are_named_by_their_numbers() -> None:
     assert others(*many) == "1 (warm-up and recordings), 5, 8, 11, 14, 17, and 7 later ones"
 
 
-def test_parts_of_a_loop_are_one_sum() -> None:
-    first, second = Progress(steps=10, elsewhere=4), Progress(steps=4)
-    for _ in range(6):
-        first.step_ended(SEPARATE, updated=True)
-    second.step_ended(NOTHING, updated=True)
-    both = Progress.of([first, second])
-    assert (both.made, both.from_graphs, both.plan) == (10, 6, SEPARATE)
-
-
 def test_the_reason_of_the_phase_without_a_graph_is_named_first() -> None:
     report = StepReport(engine="emulated")
     for _ in range(9):
@@ -302,7 +292,7 @@ def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     report.fell_back(Fallback("a reason", "a.py:1", "", 1))
     report.timed(0.1, 0.5, 0.4)
     report.replay_intervals.append(0.1)
-    names = {name for name, _ in report.rows()} | {"graphed step name"}
+    names = {name for name, _ in report.rows()}
     assert {"peak memory", "speed-up", "without a graph", "note"} <= names
     assert not [name for name in sorted(names) if not documented(name)]
     assert not documented("peak") and not documented("something else")

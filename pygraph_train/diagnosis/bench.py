@@ -164,7 +164,7 @@ class _Clock:
 
 def _told(reports: list[Any]) -> dict[str, Any]:
     """First line of the report on the training with the most steps, "" without a report; how much came from graphs."""
-    size = {id(r): sum(part.progress().made for part in r.parts()) for r in reports}
+    size = {id(r): r.steps for r in reports}
     graphs = sum(sum(r.phases_from_graphs.values()) for r in reports)
     backend: Any = sys.modules.get("pygraph_train.backend")
     if backend is not None and not any(size.values()):

@@ -8,7 +8,6 @@ import logging
 from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig, disabled_by_environment
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.progress import Progress
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.torch_private.names import lacking
 
@@ -85,7 +84,7 @@ def show(report: StepReport) -> None:
     """Print a report that says anything, wherever that is possible."""
 
     def shown() -> None:
-        if report.steps or report.fallbacks or report.notes or len(report.parts()) > 1:
+        if report.steps or report.fallbacks or report.notes:
             print(report)
 
     quietly(shown)
@@ -100,12 +99,11 @@ def metrics_of(report: StepReport) -> dict[str, float]:
         `pygraph/share_from_graphs` (of the steps so far, see `StepReport.steps_from_graphs`) and `pygraph/step_ms` (of
         the present steps). Nothing before the first step.
     """
-    total = Progress.of(part.progress() for part in report.parts())
-    if not total.made:
+    progress = report.progress()
+    if not progress.steps:
         return {}
-    metrics = {"pygraph/share_from_graphs": total.from_graphs / total.made}
-    part = max(report.parts(), key=lambda part: part.progress().made)
-    step_ms = part.ms_with_graph if part.progress().plan.graphs else part.ms_without_graph
-    if part.measured and step_ms is not None:
+    metrics = {"pygraph/share_from_graphs": progress.from_graphs / progress.steps}
+    step_ms = report.ms_with_graph if progress.plan.graphs else report.ms_without_graph
+    if report.measured and step_ms is not None:
         metrics["pygraph/step_ms"] = step_ms
     return metrics

@@ -26,7 +26,7 @@ class Headline:
     """The sentences of a report's first line.
 
     Args:
-        report: all of whose parts are looked at.
+        report: on the training.
 
     Attributes:
         text: the sentences.
@@ -34,8 +34,7 @@ class Headline:
 
     def __init__(self, report: StepReport) -> None:
         self._report = report
-        self._parts = report.parts()
-        self._total = Progress.of(part.progress() for part in self._parts)
+        self._total = report.progress()
         self._fallback: Fallback | None = None
         self._other = ""
         self.text = f"{self._what_ran()} {self._what_is_in_the_way()}".strip()
@@ -45,50 +44,40 @@ class Headline:
         told = self._fallback
         return told is not None and (told.reason, told.where) == (fallback.reason, fallback.where)
 
-    def beside(self, other: Headline) -> str:
-        """The sentences, without the reason that another report's sentences name."""
-        told = self._fallback is not None and other.tells(self._fallback)
-        return self._what_ran() if told else self.text
-
     def says(self, text: str) -> bool:
         """Whether this note is a part of the sentences."""
         return text in (self._other if self._fallback is None else self._fallback.reason)
 
     def _what_ran(self) -> str:
         total = self._total
-        if self._report.why_no_step or (not total.made and self._report.fallbacks):
+        if self._report.why_no_step or (not total.steps and self._report.fallbacks):
             return ""
-        if not total.made:
+        if not total.steps:
             return "No training step was counted."
         figure = _figure_of(total)
         if not any(map(total.phase, Phase)):
             return f"{figure}."
-        emulated = " on the emulated engine" if any(part.engine == "emulated" for part in self._parts) else ""
+        emulated = " on the emulated engine" if self._report.engine == "emulated" else ""
         if not total.plan.graphs:
             return f"{figure}{emulated}, and the latest ones run without a graph."
         return f"{figure}, as plan {total.plan}{emulated}{self._speed()}."
 
-    def _timed(self) -> StepReport | None:
-        """The one part with steps that has a speed-up."""
-        made = [part for part in self._parts if part.steps]
-        return made[0] if len(made) == 1 and made[0].speedup is not None else None
-
     def _speed(self) -> str:
-        timed = self._timed()
-        if timed is None or (ratio := timed.speedup) is None:
+        report = self._report
+        if (ratio := report.speedup) is None:
             return ""
-        now, before = timed.ms_with_graph, timed.ms_without_graph
+        now, before = report.ms_with_graph, report.ms_without_graph
         if ratio < 1:
             return f"; a step takes {now:.2f} ms, and {before:.2f} ms without a graph"
         return f", {ratio:.1f} times as fast as before ({before:.2f} ms a step, now {now:.2f} ms)"
 
     def _where_time_goes(self) -> str:
         """Where graphs save little though all phases are in one: how much of a step they were."""
-        timed = self._timed()
-        if timed is None or (timed.speedup or 0.0) >= _LITTLE or (work := timed.worked_seconds) is None:
+        report = self._report
+        if (ratio := report.speedup) is None or ratio >= _LITTLE or (work := report.worked_seconds) is None:
             return ""
         told = f"forward, backward and update took the host {work * 1e3:.2f} ms of a step without graphs"
-        if work < 0.5 * (timed.ms_without_graph or 0.0) / 1e3:
+        if work < 0.5 * (report.ms_without_graph or 0.0) / 1e3:
             return f"Nothing more can be in graphs: {told}. Other Python and data loading took the rest."
         return f"Nothing more can be in graphs: {told}, and replaying a small model takes nearly as long."
 
@@ -104,16 +93,16 @@ class Headline:
         more = "more" if any(map(total.phase, Phase)) else "graphs"
         if self._fallback is None and not missing:
             more = "a single graph for the forward"
-            self._fallback = next((cut for part in self._parts for cut in part.cuts), None)
+            self._fallback = next(iter(self._report.cuts), None)
         if self._fallback is not None:
             return f"In the way of {more}: {_reason_with_place(self._fallback)}"
         if not missing:
             return self._where_time_goes() or "Nothing stands in the way of more."
-        self._other = next((note for part in self._parts for note in part.notes), "")
-        if self._other or not total.made:
+        self._other = next(iter(self._report.notes), "")
+        if self._other or not total.steps:
             return _sentence(self._other)
-        if missing == [Phase.OPTIMIZER] and any(waits := [part.update_waits for part in self._parts]):
-            return _sentence(max(waits))
+        if missing == [Phase.OPTIMIZER] and self._report.update_waits:
+            return _sentence(self._report.update_waits)
         if not any(map(total.phase, Phase)):
             return _WARM_UP
         return _NO_REASON if len(total.recent) == RECENT else _SHORT
@@ -123,7 +112,7 @@ class Headline:
 
         One that holds on the CPU alone is the last.
         """
-        found = [fallback for part in self._parts for fallback in part.fallbacks]
+        found = self._report.fallbacks
         fallbacks = [f for f in found if ONLY_ON_CPU not in f.reason] or found
         if not missing:
             return max(fallbacks, key=lambda f: f.count, default=None)
@@ -138,7 +127,7 @@ _LITTLE = 1.1
 
 def _figure_of(progress: Progress) -> str:
     """How many steps ran from graphs, in words: all phases together where their shares are about the same."""
-    whole, made = progress.from_graphs, progress.made
+    whole, made = progress.from_graphs, progress.steps
     counts = {phase: (progress.phase(phase), made) for phase in (Phase.FORWARD, Phase.BACKWARD)}
     if progress.has_optimizer:
         counts[Phase.OPTIMIZER] = progress.phase(Phase.OPTIMIZER), progress.with_optimizer
@@ -161,7 +150,7 @@ def _figure_of(progress: Progress) -> str:
 
 def counts_of(progress: Progress) -> str:
     """How many steps ran from graphs, as a whole and by phase."""
-    made, updates = progress.made, progress.with_optimizer
+    made, updates = progress.steps, progress.with_optimizer
     phases = [f"{phase.name.lower()} {progress.phase(phase)}" for phase in (Phase.FORWARD, Phase.BACKWARD)]
     if progress.has_optimizer:
         of = f" of {updates}" if updates != made else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -32,7 +31,6 @@ class Progress:
 
     Attributes:
         steps: that began.
-        elsewhere: of these, steps that somebody else counts.
         ended: how many steps ran so, by (what ran from graphs, whether the step had an optimizer step). A step that
             was made outside of the library's hands, or that raised, is not in it.
         whole: the first and the last of steps in a row of which everything ran from graphs, as far as they are kept.
@@ -40,7 +38,6 @@ class Progress:
     """
 
     steps: int = 0
-    elsewhere: int = 0
     ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
     whole: list[list[int]] = field(default_factory=list)
     recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -66,14 +63,9 @@ class Progress:
             self.recent.append(plan)
 
     @property
-    def made(self) -> int:
-        """Steps that are counted here and nowhere else."""
-        return self.steps - self.elsewhere
-
-    @property
     def with_optimizer(self) -> int:
         """Steps that had an optimizer step. Where nothing is known of a step, it had one."""
-        return self.made - sum(count for (_, updated), count in self.ended.items() if not updated)
+        return self.steps - sum(count for (_, updated), count in self.ended.items() if not updated)
 
     @property
     def has_optimizer(self) -> bool:
@@ -87,12 +79,12 @@ class Progress:
 
     def others(self) -> str:
         """Which steps are not `from_graphs`, in words: "" where all or none of them are."""
-        if not self.whole or self.elsewhere:
+        if not self.whole:
             return ""
         known = self.steps if sum(b - a + 1 for a, b in self.whole) == self.from_graphs else self.whole[-1][1]
         edges = [0, *(edge for ends in self.whole for edge in ends), known + 1]
         rows = [(a + 1, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a > 1]
-        later = self.made - self.from_graphs - sum(b - a + 1 for a, b in rows)
+        later = self.steps - self.from_graphs - sum(b - a + 1 for a, b in rows)
         told = [f"{a}-{b}" if a < b else str(a) for a, b in rows]
         if rows and rows[0][0] == 1:
             told[0] += " (warm-up and recordings)"
@@ -107,15 +99,3 @@ class Progress:
         """What the last steps ran from: in a short run the later half of them."""
         latest = [*self.recent][0 if len(self.recent) == RECENT else len(self.recent) // 2 :]
         return max(reversed(latest), key=latest.count, default=NOTHING)
-
-    @classmethod
-    def of(cls, parts: Iterable[Progress]) -> Progress:
-        """All of these together. The plan is that of the part that made the most steps."""
-        total, most = cls(), 0
-        for part in parts:
-            total.steps += part.steps
-            total.elsewhere += part.elsewhere
-            total.ended += part.ended
-            if part.made > most:
-                most, total.recent = part.made, part.recent
-        return total

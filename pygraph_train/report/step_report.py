@@ -7,7 +7,6 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -101,11 +100,9 @@ class StepReport(Printed):
         """Training has begun, and graphs are made there."""
         self.engine = engine
 
-    def step_began(self, *, elsewhere: bool = False) -> None:
-        """One more step, or micro-batch; `elsewhere`: another report counts it too, and what of it runs from graphs."""
+    def step_began(self) -> None:
+        """One more step, or micro-batch."""
         self.steps += 1
-        if elsewhere:
-            self._progress.elsewhere += 1
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
         """See `Progress.step_ended`. The log tells of each plan that many steps in a row have had. Hot path."""
@@ -181,38 +178,31 @@ class StepReport(Printed):
 
     # -- what is read -----------------------------------------------------------------------------------
 
-    def parts(self) -> Sequence[StepReport]:
-        """The reports that this one is made of, itself included."""
-        return [self]
-
     @property
     def why_no_step(self) -> str:
         """Why no step is counted or has graphs, where something is known of that."""
         return self.notes[0] if self.engine == "off" and self.notes else ""
 
     def progress(self) -> Progress:
-        """How much of the steps ran from graphs. Steps of other parts are not in it."""
+        """How much of the steps ran from graphs."""
         self._progress.steps = self.steps
         return self._progress
-
-    def _total(self) -> Progress:
-        return Progress.of(part.progress() for part in self.parts())
 
     @property
     def steps_from_graphs(self) -> int:
         """Steps of which everything ran from graphs: forward, backward, and the optimizer where the step had one."""
-        return self._total().from_graphs
+        return self.progress().from_graphs
 
     @property
     def phases_from_graphs(self) -> dict[str, int]:
         """How many steps ran each phase from a graph, by "F", "B" and "O"."""
-        total = self._total()
+        total = self.progress()
         return {phase.value: total.phase(phase) for phase in Phase}
 
     @property
     def running_plan(self) -> str:
         """What the last steps ran from, as in `{F} {B} {O}`. `plan` is what they are meant to run from."""
-        return str(self._total().plan)
+        return str(self.progress().plan)
 
     @property
     def ms_without_graph(self) -> float | None:

@@ -278,7 +278,6 @@ class LibrarysLoop(Loop):
     def close(self) -> None:
         for report in (made() for made in self._reports):
             self.seen.replays += report.steps_replayed + report.optimizer_steps_replayed
-            self.seen.replays += sum(r.steps_replayed for r in getattr(report, "whole_steps", {}).values())
             self.seen.reasons += [f.reason for f in report.fallbacks]
         self.seen.replays += sum(r.replays for r in pygraph_train.backend.report().regions)
         self.seen.compiled = any(r.replays + r.plain_runs for r in pygraph_train.backend.report().regions)
