@@ -505,7 +505,7 @@ class OptimizerGraph:
         parameters, gradients, body = update.parameters, update.gradients, update.body
         device, started, audited = self._program.device, time.perf_counter(), capture.verified
         before = [g for g in gradients if g is not None]
-        state = [*parameters, *self._preparation.state_tensors(), *self._program.extra_state()]
+        state = [*parameters, *self._preparation.state_tensors(), *self.scaling.tensors()]
         backup = Backup(device, list({id(t): t for t in (*state, *before)}.values()), self._engine.room())
 
         def fingerprint(*, distances: bool = True) -> Fingerprint:

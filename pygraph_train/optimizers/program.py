@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -72,7 +71,3 @@ class UpdateProgram:
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why the update cannot be captured."""
         return self.scaling.why_update_stays_outside(preparation)
-
-    def extra_state(self) -> Iterable[Tensor]:
-        """Device tensors that the update writes besides parameters, buffers and optimizer state."""
-        return self.scaling.tensors()

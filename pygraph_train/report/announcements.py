@@ -29,18 +29,16 @@ def give_reason(
     step: int,
     config: PyGraphConfig,
     told: str = "",
-    *,
-    warn: bool = False,
 ) -> None:
     """Note and log why something runs without a graph, in these words (`told`) if they are given.
 
-    It is a warning where the options ask for graphs, or with `warn`.
+    It is a warning where the options ask for graphs.
 
     Raises:
         PyGraphError: the user wants failures to be raised.
     """
     if report.failed(problem, step):
-        wanted = warn or "on" in (config.forward, config.backward, config.optimizer)
+        wanted = "on" in (config.forward, config.backward, config.optimizer)
         told = told or f"step {step} runs without a graph: {problem}"
         log.log(logging.WARNING if wanted else logging.INFO, "pygraph: %s", told)
     if config.on_failure == "raise":

@@ -27,9 +27,6 @@ R = TypeVar("R")
 
 _turn = threading.RLock()
 
-_HOPE = 40
-"""Steps with reasons against graphs, and none with one, after which there is no hope."""
-
 _OTHER_THREAD = Problem(
     "another thread of this process was in its training step", fix="Start a process for each training"
 )
@@ -179,12 +176,6 @@ class PhaseRunner(Driver):
     def at_rest(self) -> bool:
         """Whether all further steps are the loop's own. Those of several processes are not: they exchange gradients."""
         return self.stopped and not self._program.replication.shared
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether many steps have brought reasons and no replay, and more are tried."""
-        waits = self.stopped or (self.chooser is not None and self.chooser.waits)
-        return not waits and self.steps >= _HOPE and self.reasons > 0 and not self.replays
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""
