@@ -404,7 +404,7 @@ def test_an_optimizer_that_asks_several_times_for_the_loss():
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
-    parity(Newton, refused="LBFGS")
+    parity(Newton, replays=30, plan="{F} {B} O")
 
 
 class Twice(torch.optim.SGD):
@@ -454,7 +454,7 @@ def test_optimizers_of_others_with_their_own_idea_of_a_step(cls, accumulate):
         def configure_optimizers(self) -> Any:
             return cls(self.parameters(), lr=0.01)
 
-    parity(Other, accumulate_grad_batches=accumulate, refused=cls.__name__)
+    parity(Other, accumulate_grad_batches=accumulate, replays=30, plan="{F} {B} O")
 
 
 def test_optimizers_of_others_that_step_like_torchs():

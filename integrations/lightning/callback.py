@@ -62,7 +62,6 @@ from pygraph_train.step.phase_runner import PhaseRunner
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.sizes import rows_stay
 from pygraph_train.step.transfer import Transfer
-from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -226,8 +225,6 @@ class _AutomaticStep:
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
-        # torch's optimizers ask for the loss once, and first (LBFGS is refused)
-        self._closure_is_known = type(trainer.optimizers[0]).__module__.startswith("torch.optim.")
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._patches = ExitStack()
 
@@ -306,8 +303,6 @@ class _AutomaticStep:
         if trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
             self._meet_callbacks()
         update = not trainer.fit_loop._should_accumulate()
-        if update and not self._closure_is_known and not self._runner.stopped:
-            return self._observe(optimizer, batch_idx, kwargs)
 
         def run(call: Call) -> dict[str, Any]:
             timed = self._logs_timed() if self._runner.timing else nullcontext()
@@ -376,27 +371,6 @@ class _AutomaticStep:
             between()
         update()
         return done(result)
-
-    def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
-        self._closure_is_known = True
-        quietly(self._runner.made_elsewhere)
-        self._program.book.ran()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        before = list(map(tensor_version, parameters))
-        asked: list[list[int]] = []
-        run = self._trainer.strategy.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            asked.append(list(map(tensor_version, parameters)))
-            return run(*args, **kwargs)
-
-        with self._program.instead_of_training_step(training_step):
-            output = self._lightning_run(optimizer, batch_idx, kwargs)
-        if asked != [before]:
-            what = "changes parameters before it computes" if len(asked) == 1 else "computes several times"
-            self._runner.stop(Problem(f"{type(optimizer).__name__} {what} the loss in one step"))
-        return output
 
 
 class _LightningProgram(StepProgram):
@@ -559,8 +533,6 @@ def _not_automatic(trainer: Trainer, module: LightningModule, package: SimpleNam
         return Problem("the Trainer's loop for automatic optimization is not Lightning's own")
     if isinstance(trainer.optimizers[0], package.mock_optimizer):
         return Problem("there is no optimizer: configure_optimizers returned None")
-    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        return Problem("LBFGS computes the loss several times in one step")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
     return None
