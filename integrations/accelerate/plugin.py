@@ -67,9 +67,6 @@ _ARGUMENTS: tuple[tuple[type, str], ...] = (
     (KwargsHandler, "kwargs_handlers"),
 )
 
-_INDUCTOR_MODES = (None, "default", "reduce-overhead")
-"""Modes of a user's own Inductor that graphs with its kernels stand in for; they have no autotuning modes."""
-
 _UNATTACHED = (
     "a PyGraph() was made, but no Accelerator uses it. accelerate.Accelerator has no argument plugins=: "
     "write pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
@@ -186,8 +183,8 @@ class PyGraph:
             self._report = self._loop.report
         return self._loop
 
-    def _take_model(self, model: nn.Module, **options: Any) -> None:
-        self._the_loop().take_module(model, **options)
+    def _take_model(self, model: nn.Module, replication: Replicas | None = None) -> None:
+        self._the_loop().take_module(model, replication=replication)
 
     def _take_optimizer(self, optimizer: Any) -> None:
         loop = self._the_loop()
@@ -262,31 +259,20 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         return result
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        model = super().prepare_model(model, device_placement, evaluation_mode)
         plugin = self.pygraph
-        loop = None if plugin is None else arranged(plugin._the_loop)
-        if plugin is None or loop is None or evaluation_mode or not loop.active:
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        dynamo = self.state.dynamo_plugin
-        ours = dynamo.backend == DynamoBackend.INDUCTOR and dynamo.mode in _INDUCTOR_MODES
-        if not ours or dynamo.use_regional_compilation or dynamo.disable:
-            model = super().prepare_model(model, device_placement, evaluation_mode)
-            if dynamo.backend == DynamoBackend.NO:
-                arranged(lambda: plugin._take_model(model))
-            else:
-                loop.refuse(
-                    f"the Accelerator compiles models with {dynamo.backend.value.lower()}, so forward and backward get "
-                    "no graphs of pygraph-train",
-                    "Remove dynamo_backend. With compile=True graphs of pygraph-train hold Inductor's kernels",
-                )
+        loop = None if plugin is None or evaluation_mode else arranged(plugin._the_loop)
+        if plugin is None or loop is None or not loop.active:
             return model
-        # graphs hold the kernels of the Inductor that was asked for
-        dynamo.backend = DynamoBackend.NO
-        try:
-            model = super().prepare_model(model, device_placement, evaluation_mode)
-        finally:
-            dynamo.backend = DynamoBackend.INDUCTOR
-        options = {"compiled": True, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
-        arranged(lambda: plugin._take_model(model, **options))
+        backend = self.state.dynamo_plugin.backend
+        if backend == DynamoBackend.NO:
+            arranged(lambda: plugin._take_model(model))
+        else:
+            loop.refuse(
+                f"the Accelerator compiles models with {backend.value.lower()}, so forward and backward get no graphs "
+                "of pygraph-train",
+                "Remove dynamo_backend. With compile=True graphs of pygraph-train hold Inductor's kernels",
+            )
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
