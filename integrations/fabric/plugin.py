@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,20 +37,9 @@ from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
-    from typing_extensions import Required, TypedDict, Unpack
+    from typing_extensions import Unpack
 
     from pygraph_train.config import PyGraphOptions
-
-    class _StepOptions(TypedDict, total=False):
-        """The arguments of `graphed_step` besides the function."""
-
-        model: Required[nn.Module | Sequence[nn.Module]]
-        optimizer: Required[torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-        max_norm: float | None
-        norm_type: float
-        error_if_nonfinite: bool
-        clip_val: float | None
-        manual_optimization: bool
 
 
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -171,14 +160,6 @@ class PyGraphFabric:
         """The report of the training steps so far. It prints as a table."""
         return self._report
 
-    @overload
-    def graphed_step(
-        self, fn: None = None, **options: Unpack[_StepOptions]
-    ) -> Callable[[Callable[..., Any]], FabricStep]: ...
-
-    @overload
-    def graphed_step(self, fn: Callable[..., Any], **options: Unpack[_StepOptions]) -> FabricStep: ...
-
     def graphed_step(
         self,
         fn: Callable[..., Any] | None = None,
@@ -222,7 +203,7 @@ class PyGraphFabric:
                 lists then. Forward, backward and optimizers have graphs of their own.
 
         Returns:
-            A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
+            A `FabricStep`: called, it makes one step, and returns what `fn` returns, detached. Its attribute `norm`
             is what `fabric.clip_gradients` has returned.
 
         Raises:
