@@ -37,7 +37,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
+from pygraph_train.boundary import BACKWARD, SETTING_UP, arranged, executes, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
@@ -285,7 +285,8 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
     def backward(self, loss: Any, **kwargs: Any) -> None:
         if self.pygraph is None or (loop := self.pygraph._loop) is None:
             return super().backward(loss, **kwargs)
-        make_backward(loop, self, super().backward, loss, **kwargs)
+        stock = super().backward
+        loop.boundary.make(functools.partial(make_backward, loop, self, stock), stock, loss, **kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         plugin = self.pygraph
@@ -333,7 +334,9 @@ def make_backward(
     """In the place of an Accelerator's `backward`, which is `stock`."""
     directly = functools.partial(loop.made_backward, loss, accelerator.gradient_accumulation_steps)
     if kwargs or accelerator.scaler is not None or not tried(directly):
-        stock(loss, **loop.ends_of(loss, **kwargs))
+        ends = loop.ends_of(loss, **kwargs)
+        executes(BACKWARD)
+        stock(loss, **ends)
 
 
 def graph_steps(loop: Loop, optimizer: AcceleratedOptimizer) -> Callable[[], None]:

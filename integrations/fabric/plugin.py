@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely, tried
+from pygraph_train.boundary import BACKWARD, SETTING_UP, arranged, executes, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import FabricStep
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -279,15 +279,21 @@ class PyGraphFabric:
             return body()
         return loop.step(graph, body)
 
-    def _backward(
+    def _backward(self, stock: Callable[..., None], *given: Any, **named: Any) -> None:
+        """`strategy.backward`, without autograd where that is possible."""
+        if self._loop is None:
+            return stock(*given, **named)
+        self._loop.boundary.make(functools.partial(self._make_backward, stock), stock, *given, **named)
+
+    def _make_backward(
         self, stock: Callable[..., None], loss: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if (loop := self._loop) is not None and self._fabric is not None:
-            others = args or kwargs or getattr(self._fabric.strategy.precision, "scaler", None)
-            if not others and tried(lambda: loop.made_backward(loss, 1)):
-                return
-            kwargs = loop.ends_of(loss, *args, **kwargs)
-        stock(loss, module, *args, **kwargs)
+        fabric, loop = self._attached()
+        others = args or kwargs or getattr(fabric.strategy.precision, "scaler", None)
+        if others or not tried(lambda: loop.made_backward(loss, 1)):
+            ends = loop.ends_of(loss, *args, **kwargs)
+            executes(BACKWARD)
+            stock(loss, module, *args, **ends)
 
     def _log_dict(self, stock: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any) -> None:
         """`fabric.log_dict`, which `fabric.log` calls, with what loggers get of the report."""

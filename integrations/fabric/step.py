@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import arranged
+from pygraph_train.boundary import STEP, arranged, quietly, surely
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.step.function_step import FunctionStep
@@ -86,9 +86,10 @@ class FabricStep(FunctionStep):
         update = not any(model is self.model for model in self._accumulating)
         if not self._pending:
             self.optimizer.zero_grad()
-        with self.around():
+        with ExitStack() as around:
+            quietly(lambda: around.enter_context(self.around()))
             result = self._loss_of(*args, **kwargs)
-        self._fabric.backward(loss_in(result))
+        self._fabric.backward(surely(lambda: loss_in(result), STEP))
         if update:
             if self._clipping is not None:
                 self.norm = self._fabric.clip_gradients(self.model, self.optimizer, **self._clipping)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from pygraph_train.boundary import quietly, tried
+from pygraph_train.boundary import STEP, executes, quietly, tried
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
 from pygraph_train.integrations.accelerate.plugin import make_backward
@@ -45,8 +45,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
             quietly(self._pygraph.release)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if self._pygraph.trains:
-            quietly(lambda: add_metrics(self.report(), self._pygraph.config, logs))
+        quietly(lambda: self._pygraph.tell(logs))
         super().log(logs, *args, **kwargs)
 
 
@@ -70,10 +69,10 @@ class _CallbackOfTrainer(PyGraphTrainerCallback):  # type: ignore[misc]  # mypy 
         self._patches = ExitStack()
         self._made: Any = None  # by `compute_loss`, until its backward
 
-    @property
-    def trains(self) -> bool:
-        """Whether a training has begun and has not ended."""
-        return self._loop is not None
+    def tell(self, logs: dict[str, float]) -> None:
+        """Add numbers of the report to a log, while training."""
+        if self._loop is not None:
+            add_metrics(self.report(), self.config, logs)
 
     def take_model(self, loop: Loop, model: nn.Module) -> None:
         trainer = self._trainer
@@ -86,13 +85,17 @@ class _CallbackOfTrainer(PyGraphTrainerCallback):  # type: ignore[misc]  # mypy 
         def loss_of(given: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             if given is not model or return_outputs or not torch.is_grad_enabled():
                 return compute_loss(given, inputs, return_outputs=return_outputs, **kwargs)
+            executes(STEP)
             self._made = graphed(inputs, kwargs)
             return self._made
 
-        replaced: list[Any] = [(trainer, "compute_loss", loss_of)]
+        # a fault of ours, before anything has happened, leaves the loss and its backward to the Trainer
+        make = loop.boundary.make
+        replaced: list[Any] = [(trainer, "compute_loss", functools.partial(make, loss_of, compute_loss))]
         if "backward" not in vars(accelerator):
-            backward = functools.partial(self._backward, loop, accelerator, accelerator.backward)
-            replaced.append((accelerator, "backward", backward))
+            stock = accelerator.backward
+            backward = functools.partial(self._backward, loop, accelerator, stock)
+            replaced.append((accelerator, "backward", functools.partial(make, backward, stock)))
         self._patches.enter_context(standing_in(replaced))
 
     def _backward(
