@@ -178,8 +178,7 @@ class OptimizerGraph:
         optimizer: which is stepped.
         scaling: what the loop's GradScaler does for it.
         replayed: whether the last step ran from a graph.
-        over: whether no further step can come from a graph, whoever looks after the optimizer.
-        suspended: whether something else looks after this optimizer, or several others do.
+        over: whether no further step can come from a graph.
     """
 
     _preparation: OptimizerPreparation  # once it was asked for
@@ -195,7 +194,6 @@ class OptimizerGraph:
         assert program.optimizer is not None
         self.optimizer, self.scaling = program.optimizer, program.scaling
         self.replayed, self.over = False, config.optimizer == "off"
-        self._others: list[object] = []  # that look after the optimizer
         self._program, self._engine, self._config = program, engine, config
         self._report, self._tell = report, tell
         self._asked = self._ready = False  # whether it can be in a graph
@@ -245,7 +243,7 @@ class OptimizerGraph:
 
     def serves(self) -> bool:
         """Whether `run` may replay the next step. Before the first one this is found out."""
-        if not (self._asked or self.over or self._others):
+        if not (self._asked or self.over):
             self._preparation = preparation_of(self.optimizer, self._engine)
             self._asked = True
             problem = why_update_is_plain(self._program, self._preparation)
@@ -258,23 +256,6 @@ class OptimizerGraph:
         """See `OptimizerPreparation.settle`."""
         if self._asked:
             self._preparation.settle(self._engine)
-
-    @property
-    def suspended(self) -> bool:
-        return bool(self._others)
-
-    def suspend(self, other: object) -> None:
-        """Release the graph and give the optimizer back as it was, until `resume` was called as often.
-
-        Args:
-            other: looks after the optimizer from now on. It exists for as long as this object, or until `resume`.
-        """
-        self._others.append(other)
-        self._give_back()
-
-    def resume(self, other: object) -> None:
-        """One of the others looks after the optimizer no longer."""
-        self._others = [one for one in self._others if one is not other]
 
     def lives_with_its_optimizer(self) -> bool:
         """Let the optimizer hold this object until `close`, if it can: both go when nobody needs the optimizer."""

@@ -106,7 +106,6 @@ class Driver:
         self,
         model: nn.Module,
         tell: Callable[[Problem], object],
-        config: PyGraphConfig | None = None,
         **options: Any,
     ) -> PhaseRegions:
         """What makes graphs of a model. Dynamo keeps it, so it keeps neither the model nor anything of this object.
@@ -114,12 +113,11 @@ class Driver:
         Args:
             model: whose tensors are trained.
             tell: called with each reason against a graph.
-            config: options, where they are others.
             **options: see `PhaseRegions`.
         """
         assert self.engine is not None
         known = weakref.ref(model)
-        given = self.engine, config or self.config, lambda: tensors_of(known()), tell, self.boundary
+        given = self.engine, self.config, lambda: tensors_of(known()), tell, self.boundary
         regions = PhaseRegions(*given, **options)
         regions.settle = held_weakly(self.settle)
         if self.chooser is not None:

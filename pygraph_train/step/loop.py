@@ -5,7 +5,6 @@ What loops of Accelerate, Fabric, the transformers Trainer and manual optimizati
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pygraph_train.parallel.replication import DTENSORS, Replication, is_sharded
 from pygraph_train.parallel.votes import Votes, ranks_of, released_first
 from pygraph_train.patches import held_weakly, nothing, standing_in
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import FORWARD_IS_OFF, NO_DEVICE, switched_off, tell_why_off
+from pygraph_train.report.announcements import FORWARD_IS_OFF, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.step.chooser import Chooser
 from pygraph_train.step.driver import Driver
@@ -63,7 +62,6 @@ class Loop(Driver):
 
     Attributes:
         active: whether anything of it may have graphs.
-        why_off: why nothing may, where that is so.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
         patience: after so many steps without an optimizer the report says that there is none.
@@ -94,17 +92,14 @@ class Loop(Driver):
         self._counts_steps, self.within_step, self.over = True, False, False
         self.patience = _NO_OPTIMIZER
         self.active = False
-        self.why_off = NO_DEVICE  # where there is no engine
         if arranged(lambda: self._start(device, refused), self.report.failed) is None:
             self.active, self.engine = False, None
 
     def _start(self, device: torch.device, refused: Problem | None) -> bool:
         engine = None if switched_off() else make_engine(self.config.engine, device)
         if engine is None:
-            self.why_off = tell_why_off(self.config)
-            self.report.note(self.why_off)
+            self.report.note(tell_why_off(self.config))
         elif refused is not None:
-            self.why_off = str(refused)
             self.tell(refused)
         else:
             self.active = True
@@ -118,24 +113,16 @@ class Loop(Driver):
         module: nn.Module,
         *,
         replication: Replication | None = None,
-        compiled: bool = False,
-        **compile_options: Any,
     ) -> None:
         """Run forward and backward of a module from graphs, where nothing speaks against it.
 
         Args:
             module: whose calls are taken over.
             replication: how processes share it, where a wrapper that holds it decides that.
-            compiled: whether Inductor's kernels were asked for.
-            **compile_options: further arguments of `torch.compile`.
         """
-        given = module, replication, compiled, compile_options
-        arranged(lambda: self._take_module(*given), self.report.failed)
+        arranged(lambda: self._take_module(module, replication), self.report.failed)
 
-    def _take_module(
-        self, module: nn.Module, replication: Replication | None, compiled: bool, options: dict[str, Any]
-    ) -> None:
-        config = self.config
+    def _take_module(self, module: nn.Module, replication: Replication | None) -> None:
         replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
@@ -151,21 +138,19 @@ class Loop(Driver):
             return
         refused = None if divided else replication.problem
         problem = refused or compiled_part(module)
-        if config.forward == "off":
+        if self.config.forward == "off":
             self.report.note(FORWARD_IS_OFF)
         elif problem is not None:
             self.tell(problem)
         else:
             self.over = self._lost = False
-            if compiled:
-                config = dataclasses.replace(config, compile=True)
             delivers, inference = gathers or not replication.shared, not gathers
             regions = self.regions_of(
-                module, held_weakly(self.tell), config, leads=True, delivers=delivers, inference=inference
+                module, held_weakly(self.tell), leads=True, delivers=delivers, inference=inference
             )
             regions.votes = self._votes
             self._taken.add(module)
-            call = ModuleCall(module, regions, self.even, gathers=gathers, **options)
+            call = ModuleCall(module, regions, self.even, gathers=gathers)
             if self.chooser is not None:
                 call.held, call.paused = _HELD * self.chooser.plain, self.chooser.waits
             self._calls.add(call)
@@ -191,11 +176,6 @@ class Loop(Driver):
         self._optimizers.add(graph)
         self.over = False
         return graph
-
-    def graphs_of(self, optimizer: torch.optim.Optimizer) -> list[OptimizerGraph]:
-        """Those of an optimizer which something else begins, or ceases, to look after."""
-        self._rounds.begin_anew()
-        return [graph for graph in self._optimizers if graph.optimizer is optimizer]
 
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
@@ -251,7 +231,7 @@ class Loop(Driver):
             graph.run(body, step=self.steps + 1, later=self.awaits_graphs)
         if chooser is not None and timing:
             chooser.worked(time.perf_counter() - began)
-        if self._counts_steps and not graph.suspended:
+        if self._counts_steps:
             self._replayed.append(graph.replayed)
 
     def step_ended(self) -> None:
@@ -298,7 +278,7 @@ class Loop(Driver):
             call.remove()
         self._calls.clear()
         graphs = self._optimizers
-        self.over = bool(graphs) and all(g.over and not g.suspended for g in graphs)
+        self.over = bool(graphs) and all(g.over for g in graphs)
 
     def _break_silence(self, called: bool) -> None:
         if called:

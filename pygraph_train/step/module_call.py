@@ -42,7 +42,6 @@ class ModuleCall(TracedCall):
         regions: its graphs.
         even: see `Sizes`.
         gathers: whether its parameters are gathered within the call.
-        **options: further arguments of `torch.compile`.
 
     Attributes:
         paused: whether calls run the module as it is for now.
@@ -60,11 +59,10 @@ class ModuleCall(TracedCall):
         even: Callable[[], bool],
         *,
         gathers: bool = False,
-        **options: Any,
     ) -> None:
         super().__init__(module, regions, even)
         self._gathers, self._call = gathers, call_impl
-        self._compiled = CompiledModule(regions, **options)
+        self._compiled = CompiledModule(regions)
         self._called = self.paused = False
         self.calls = self.held = 0
         self.graded = self.without = self.steady = 0

@@ -28,7 +28,7 @@ class Rounds:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """There are other optimizers than before, or something else looks after some of them."""
+        """There are other optimizers than before."""
         self._last: weakref.ref[OptimizerGraph] | None = None
         self._complete = True  # no later one is absent
         self._given_up: weakref.ref[OptimizerGraph] | None = None
@@ -48,7 +48,7 @@ class Rounds:
 
     def _last_is_another(self, graph: OptimizerGraph, last: OptimizerGraph | None) -> bool:
         """The same where the last one is not known, or another one may be the last one from now on."""
-        there = [one for one in self._optimizers if not one.suspended]
+        there = list(self._optimizers)
         if graph not in there:
             return False
         if last is None or last not in there:
