@@ -19,16 +19,18 @@ CLIPS_OTHERS = (
 )
 """Reason against a graph of clipping, for where some of `not_optimized` have gradients."""
 
+_NO_SCALER = "Mixed precision with bf16 needs no GradScaler"
+
 UNSCALED = Problem(
     "the optimizer gets no graph of its own: gradients are unscaled before its step (to clip them), and whether they "
     "overflowed is in a new tensor each time",
-    fix="Mixed precision with bf16 needs no GradScaler",
+    fix=_NO_SCALER,
 )
 
 SCALED = Problem(
     "the optimizer gets no graph of its own: a GradScaler tells its kernels in a new tensor each time whether "
     "gradients have overflowed",
-    fix=UNSCALED.fix,
+    fix=_NO_SCALER,
 )
 
 

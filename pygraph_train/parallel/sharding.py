@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pygraph_train.patches import held_weakly
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.memory import copy_all, storage_key
-from pygraph_train.torch_private.sharding import Unit, keep_gradient, kept_gradient, states_in, whole
+from pygraph_train.torch_private.sharding import (
+    Unit,
+    keep_gradient,
+    kept_gradient,
+    states_in,
+    tree_flatten,
+    tree_unflatten,
+    whole,
+)
 
 NOT_WHOLE = Problem(
     "FSDP's model runs without a graph: Dynamo traces only parts of it, parameters stay gathered after a backward, or "

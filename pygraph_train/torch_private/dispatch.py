@@ -44,8 +44,7 @@ no_torch_function: Callable[[], AbstractContextManager[None]] = private("torch._
 
 def unsent(result: Any) -> tuple[Any, Any]:
     """What a collective that writes in place returns, where nothing was sent. (2.11 to 2.15)"""
-    of = torch._C._distributed_c10d
-    return result, of.Work.boxed(of.FakeWork())
+    return result, torch._C._distributed_c10d.Work.boxed(torch._C._distributed_c10d.FakeWork())
 
 
 def wait_for(returned: tuple[Any, Any]) -> None:

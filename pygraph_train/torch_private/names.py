@@ -151,6 +151,12 @@ NAMES = {
             torch._dynamo.variables.torch: tracing_state_functions
         """,
     },
+    "models of fully_shard run as you wrote them": {
+        "what stands in the place of FSDP's hooks": "torch.utils._pytree: tree_flatten tree_unflatten",
+    },
+    "the CPU emulation records no collective that writes in place": {
+        "what such a collective returns": "torch._C._distributed_c10d: FakeWork Work.boxed Work.unbox",
+    },
     "explanations name fewer lines": {
         "what Dynamo tells of its traces": """
             torch._dynamo.convert_frame: input_codes

@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.torch_private.names import private
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = private("torch.utils._pytree.tree_flatten")
+tree_unflatten: Callable[[Sequence[Any], Any], Any] = private("torch.utils._pytree.tree_unflatten")
+"""Take nested tuples, lists and dicts apart, and put them together: Dynamo traces these. (2.11 to 2.15)"""
+
 _STREAMS = "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"
 
 

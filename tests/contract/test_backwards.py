@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pygraph_train import Accelerator, GraphedStep, PyGraph, PyGraphCallback
-from pygraph_train.core.memory import Row
 from pygraph_train.core.node import Delivery, made_directly
-from pygraph_train.core.region import PhaseRegions
 from pygraph_train.step import loss_program
 
 from .frameworks import forget_accelerators
@@ -195,55 +193,6 @@ def test_a_trainer_of_lightning(by_autograd: list[Tensor], accumulate: int) -> N
     assert all(map(torch.equal, *kept))
     assert len(by_autograd) <= 8, "those of the first steps"
     assert callback.report().to_dict()["phases_from_graphs"]["B"] >= STEPS - 8
-
-
-class _TwoHeads(nn.Module):
-    """Dynamo breaks the graph between its results, and neither needs the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = net(), net()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        one = self.one(x).square()
-        torch._dynamo.graph_break()
-        return one, self.other(x).square()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_parts_of_a_model_in_one_row_of_memory(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that are pending at once share all but what their backwards read, as those of a tensor-parallel model do.
-
-    The backward of an earlier part would overwrite what a later one reads, so autograd makes it, where it comes first.
-    """
-    stock = PhaseRegions.__init__
-
-    def made(self: PhaseRegions, *given: Any, **options: Any) -> None:
-        stock(self, *given, **options)
-        self.row = self.row or Row()
-
-    monkeypatch.setattr(PhaseRegions, "__init__", made)
-    kept, report = [], None
-    for ours in (False, True):
-        torch.manual_seed(0)
-        model: Any = _TwoHeads().to(DEVICE)
-        optimizer: Any = adamw(model)
-        if ours:
-            accelerator = Accelerator(cpu=DEVICE == "cpu", plugins=[PyGraph(engine=ENGINE, forward="on")])
-            model, optimizer = accelerator.prepare(model, optimizer)
-            report = accelerator.pygraph.report
-        torch.manual_seed(1)
-        for x, _ in batches(STEPS):
-            results = model(x)
-            for i in (first, 1 - first):
-                results[i].sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        kept.append([p.detach().clone() for p in model.parameters()])
-    forget_accelerators()
-    assert all(map(torch.equal, *kept))
-    replays = report().to_dict()["phases_from_graphs"]
-    assert replays["F"] > STEPS - 8, replays
 
 
 def _in_micro_batches(model: nn.Module, optimizer: Any, options: Any, ours: bool) -> Any:
