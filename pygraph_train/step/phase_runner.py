@@ -61,7 +61,7 @@ class PhaseRunner(Driver):
         self._program = program
         self._update: OptimizerGraph | None = None
         self._prepared = self.stopped = False
-        self.replayed = self.update_replayed = self._updates = False
+        self.replayed = self.update_replayed = self._updates = self._updated = False
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
         self._function = _FunctionCall(self, program, self._told.append)
         self._calls = [self._function]
@@ -83,7 +83,8 @@ class PhaseRunner(Driver):
         """A training step begins, or one micro-batch of it, with or without an update."""
         self.steps, self.within = self.steps + 1, True
         self.report.step_began()
-        self._updates, self.replayed, self.update_replayed = updates, False, False
+        self._updates, self._updated = updates, False
+        self.replayed = self.update_replayed = False
 
     def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
@@ -153,7 +154,7 @@ class PhaseRunner(Driver):
         return partial(self.boundary.make, partial(self._make_update, made, constants, at_once), made)
 
     def _make_update(self, body: Callable[[], None], constants: Callable[[], Any], at_once: bool) -> None:
-        graph = self._update
+        graph, self._updated = self._update, True
         if graph is None or graph.over:
             return body()
         made = self._function.regions.delivery.made if at_once else None
@@ -168,7 +169,8 @@ class PhaseRunner(Driver):
         while self._told:
             self.tell(self._told.pop(0))
         calls = () if self._function.regions.closed else self._calls
-        self.replayed = self.count(calls, updates=self.update_replayed, updated=self._updates)
+        updated = self._updates and (self._updated or not self.graphs_update)  # else the loop left it out
+        self.replayed = self.count(calls, updates=self.update_replayed, updated=updated)
 
     # -- what else loops ask -----------------------------------------------------------------------------
 

@@ -86,6 +86,21 @@ def test_gradients_that_a_hook_changes(run: Run) -> None:
     fit(run, Scaling(), loader(batches(24)))
 
 
+@same_as_plain(replays=15, updates=10)
+def test_updates_that_an_override_leaves_out(run: Run) -> None:
+    """They are no updates without a graph."""
+
+    class Rare(Module):
+        def optimizer_step(self, *given: Any, **named: Any) -> None:
+            if given[1] % 2:
+                given[3]()
+            else:
+                super().optimizer_step(*given, **named)
+
+    fit(run, Rare(), loader(batches(32)))
+    assert "the optimizer in" not in str(run)
+
+
 @same_as_plain(replays=15)
 def test_a_step_reads_gradients_of_the_step_before(run: Run) -> None:
     """So it does when a shape is recorded, whose comparison computes gradients at the same place."""
