@@ -62,7 +62,10 @@ def pictures() -> dict[str, str]:
     for r in _rows("phases", 2):
         steps += [(NAMES[r["model"]], i, r[f"{way}_ms"]) for i, way in enumerate(("plain", "ours"))]
     for recipe, title in WHOLE.items():
-        files = [{r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe} for n in (20, 21, 13, 14, 15, 2)]
+        files = [
+            {r["way"]: r for r in _rows("recipes", n) if r["recipe"] == recipe}
+            for n in (20, 21, 13, 14, 15, 2)
+        ]
         found = next(rows for rows in files if len(rows) > 1)
         for way in ("plain", "ours"):
             whole.append((f"{title}, {found[way]['steps_made']} steps", way == "ours", found[way]["whole_s"]))

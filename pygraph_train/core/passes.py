@@ -87,7 +87,8 @@ def _checkpointed(
             inputs[i] = t
         return body(*inputs)
 
-    given, sets_back = [args[i] for i in leads], contexts is noop_context_fn
+    given = [args[i] for i in leads]
+    sets_back = contexts is noop_context_fn and kwargs.get("preserve_rng_state", True)
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=sets_back, context_fn=contexts)
 
 
@@ -545,7 +546,8 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
         if not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
-            draws = _draws(part.get_submodule(node.args[0].target))
+            keeps = node.kwargs.get("preserve_rng_state", True)
+            draws = keeps and _draws(part.get_submodule(node.args[0].target))
             node.target = _checkpointed_draws if draws else _checkpointed
             if node.kwargs.get("use_reentrant"):
                 inputs = [value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]

@@ -1050,6 +1050,12 @@ def a_checkpointed_model_with_dropout(case: Case) -> Any:
     return lambda x, y: cross_entropy(checkpoint(case.model, x, use_reentrant=False), y)
 
 
+@case()
+def a_checkpoint_whose_recomputation_draws_other_numbers(case: Case) -> Any:
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return lambda x, y: cross_entropy(checkpoint(case.model, x, **options), y)
+
+
 @case(updates=14)
 def a_model_that_the_user_compiled(case: Case) -> Any:
     compiled = torch.compile(case.model, backend="eager")
