@@ -114,10 +114,9 @@ def several_processes() -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers parameters of this module around its calls, or around those of modules in it."""
+    """Whether FSDP gathers parameters around calls of this module itself."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return any(isinstance(m, kinds) for m in module.modules())
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def _is_split_twice(parameter: nn.Parameter) -> bool:

@@ -126,7 +126,7 @@ class Loop(Driver):
         replication = replication or replication_of(module)
         if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
-        gathers = replication.gathers and is_sharded(module)
+        gathers = replication.gathers and any(map(is_sharded, module.modules()))
         divided = gathers or replication.problem is DTENSORS
         if divided and self._votes is None:
             ranks = ranks_of(list(module.parameters()))
