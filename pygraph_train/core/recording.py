@@ -192,8 +192,9 @@ class RegionCall:
         """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
         outputs = [self._outputs[i] for i in seeds]
         leads = [self._static[i] for i in self.leads]
-        if self.region.owner.sharding is not None:
-            with self.region.owner.placing(self._keys, leads) as found:
+        if (sharding := self.region.owner.sharding) is not None:
+            sharding.unwatch()
+            with self.region.owner.placing([None] * len(leads), leads) as found:
                 self.region.differentiate(outputs, [*seeds.values()], leads)
             return found
         return list(
@@ -530,7 +531,8 @@ class RecordedRegion(RegionCall):
                 return None
         if autocast_now(self.region.device) != self.region.autocast:
             return None
-        if (sharding := self.region.owner.sharding) is not None and sharding.reduces != self._reduces:
+        sharding = self.region.owner.sharding
+        if sharding is not None and (sharding.read or sharding.reduces != self._reduces):
             return None
         return self._backwards.get(frozenset(seeds))
 
@@ -563,6 +565,7 @@ class RecordedRegion(RegionCall):
             if (sharding := self.region.owner.sharding) is None:
                 backward.graph.replay()
             else:
+                sharding.unwatch()
                 sharding.keep_at(self._places)
                 backward.graph.replay()
                 sharding.kept = self._kept

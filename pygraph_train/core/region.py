@@ -136,7 +136,7 @@ class PhaseRegions:
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
         divided, refused: whether graphs have DTensors, and whether one of these may not be recorded.
-        sharding: of a model whose parameters are gathered within its graph.
+        held: gives `sharding`, which lives with the model.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -174,7 +174,7 @@ class PhaseRegions:
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
         self.waiting: dict[int, Tensor] = {}
-        self.sharding: Sharding | None = None
+        self.held: Callable[[], Sharding | None] = lambda: None
         self.overlaps: Memory | None = None
         self.votes: Votes | None = None
         self.settle: Callable[[], object] = lambda: None
@@ -209,12 +209,17 @@ class PhaseRegions:
         made.shared.end = end
         self.regions.append(made.shared)
         call = made.guarded()
-        if (sharding := self.sharding) is not None:
-            whole, call = call, lambda *given: whole(*sharding.sharded(given))
+        if self.sharding is not None:
+            whole, call = call, lambda *given: whole(*cast(Sharding, self.sharding).sharded(given))
         if parts is None:
             return call
         rest = runner(prepared(parts[1], self.engine.device.type, eager=True)[0])
         return lambda *given: rest(*given, *call(*given))
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How a model runs whose parameters are gathered within its graph, None for another one. Hot path."""
+        return self.held()
 
     @property
     def compiles(self) -> bool:
@@ -423,11 +428,10 @@ class PhaseRegion:
         self._numbered: Numbers | None = None
         if why is None and compiled is None and (numbers := Numbers(gm)).any:
             self._numbered, self.run = numbers, runner(numbers.body)
-        if (sharding := owner.sharding) is not None:
-            whole = self.run
-            self.run = lambda *given: whole(*sharding.gathered(given))
-            plainly = self._plainly
-            self._plainly = lambda *given: plainly(*sharding.gathered(given))
+        if owner.sharding is not None:
+            whole, plainly = self.run, self._plainly
+            self.run = lambda *given: whole(*cast(Sharding, owner.sharding).gathered(given))
+            self._plainly = lambda *given: plainly(*cast(Sharding, owner.sharding).gathered(given))
         elif owner.divided:
             run = self.run
             self.run = lambda *given: list(map(received, run(*given)))
@@ -487,6 +491,12 @@ class PhaseRegion:
         return self.accumulates and self.owner.delivers and once
 
     @property
+    def pending(self) -> bool:
+        """Whether a forward waits for its backward, of a region that each backward goes through once."""
+        waits = not self.recordings and self._led > len(self._asking)
+        return waits or not all(slot.free for slots in self.slots.values() for slot in slots)
+
+    @property
     def trains(self) -> bool:
         """Whether a backward has asked for a gradient of it."""
         return bool(self._asking)
@@ -544,6 +554,9 @@ class PhaseRegion:
         if self.calls < owner.config.warmup_steps + bool(self._inner) or not (
             self._asking or self.inference or self.calls > _PATIENCE
         ):
+            if owner.sharding is not None and any(region.pending for region in owner.regions):
+                self._stays_plain(Problem(_SEVERAL_FORWARDS))
+                return self.run_plainly(*given)
             return self._watched(given)
         if saved_tensors_hooks_active(checkpoints=False):
             owner.tell(_SAVED_TENSORS_HOOKS)
@@ -575,6 +588,8 @@ class PhaseRegion:
         if slot is None or (delivered := self._delivered_now(inputs)) is None:
             return self.run_plainly(*given)
         if slot.recorded:
+            if (sharding := owner.sharding) is not None:
+                sharding.replayed = True
             self.replays += 1
             owner.replays += 1
             owner.end = self.end
@@ -744,6 +759,8 @@ class PhaseRegion:
             return self._slot_for(given)
         kept = sharding.kept
         try:
+            if any(region.pending for region in self.owner.regions):
+                raise Unrecordable(_SEVERAL_FORWARDS)  # FSDP reduces gradients of both at once
             return self._slot_for(given)
         except BaseException:
             quietly(sharding.reset)
@@ -1124,6 +1141,7 @@ RARE = Problem(
     "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
     fix='They run without graphs, because it takes longer to make some. forward="on" makes them all',
 )
+_SEVERAL_FORWARDS = "a model of FSDP is called several times before its backward"
 _TORN = "a comparison with collectives failed in one process alone. Go on from a checkpoint, without graphs"
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 

@@ -6,6 +6,8 @@ each, which runs the hook of FSDP. Parameters are there as a whole, but for thei
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,10 @@ from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.memory import copy_all, storage_key
 from pygraph_train.torch_private.sharding import (
     Unit,
+    is_idle,
     keep_gradient,
     kept_gradient,
+    settings_of,
     states_in,
     tree_flatten,
     tree_unflatten,
@@ -45,6 +49,8 @@ class Sharding:
 
     Attributes:
         told: whether others know what this process does in the present call.
+        replayed: whether the latest forward was replayed.
+        read: whether parameters were read since, so that they were gathered.
 
     Raises:
         ValueError: see `Unit`.
@@ -52,13 +58,15 @@ class Sharding:
 
     def __init__(self, model: nn.Module, plain: Callable[[], object]) -> None:
         self._plain, self.told = plain, False
+        self.replayed = self.read = False
         self._hidden: list[Tensor | None] = []
         for operation in (_gathered, _left):
             torch.compiler.allow_in_graph(operation)
         self._units: dict[str, Unit] = {}
         for state in states_in(model):
             name = next(_names)
-            self._units[name] = _units[name] = Unit(state, _hook_before(name), _hook_after(name))
+            hooks = functools.partial(_hook_before, name), functools.partial(_hook_after, name)
+            self._units[name] = _units[name] = Unit(state, *hooks)
             _plain[name] = held_weakly(self.runs_plainly)
             weakref.finalize(self, _plain.pop, name).atexit = False
         self._groups = [group for unit in self._units.values() for group in unit.groups]
@@ -67,7 +75,8 @@ class Sharding:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Around calls of the model that Dynamo may trace."""
-        self.told = False
+        self.told = self.replayed = self.read = False
+        self.unwatch()
         try:
             kept = self.kept
             if any(g is not None for g in kept):
@@ -79,6 +88,19 @@ class Sharding:
             self.show()
             for unit in self._units.values():
                 unit.step_back()
+                if self.replayed:
+                    unit.watch(functools.partial(self._gather, unit))
+
+    def _gather(self, unit: Unit) -> None:
+        """A loss reads parameters that FSDP's forward would have left whole: they are, and autograd reduces all."""
+        unit.unwatch()
+        self.read = True
+        unit.gather_now()
+
+    def unwatch(self) -> None:
+        """Nothing is noticed of reads any more: a backward ends, or a forward begins. Hot path."""
+        for unit in self._units.values():
+            unit.unwatch()
 
     def runs_plainly(self, *, anew: bool = False) -> None:
         """The present call runs without a graph; `anew`: it begins. Hot path."""
@@ -90,18 +112,23 @@ class Sharding:
     @property
     def idle(self) -> bool:
         """Whether nothing is gathered: an evaluation may leave parameters so. Hot path."""
-        return all(group.is_sharded for group in self._groups)
+        return all(map(is_idle, self._groups))
 
     @property
     def usual(self) -> bool:
-        """Whether a backward frees what it gathers, and leaves nothing half reduced. Hot path."""
-        return all(g.reshard_after_backward and g.all_reduce_grads >= g.reduce_grads for g in self._groups)
+        """Whether a backward frees what it gathers, and reduces gradients wholly, of used ones alone. Hot path."""
+        return not any(
+            g.reduce_grads > g.all_reduce_grads
+            or getattr(g, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+            or not g.reshard_after_backward
+            for g in self._groups
+        )
 
     @property
-    def reduces(self) -> tuple[bool, ...]:
-        """Whether gradients wait for a later backward; for each group whether the next one reduces them. Hot path."""
+    def reduces(self) -> tuple[Any, ...]:
+        """Whether gradients wait for a later backward; for each group how the next one reduces them. Hot path."""
         waits = any(gradient is not None for gradient in self.kept)
-        return waits, *(group.reduce_grads for group in self._groups)
+        return waits, *map(settings_of, self._groups)
 
     @property
     def kept(self) -> list[Tensor | None]:
@@ -176,16 +203,22 @@ _plain: dict[str, Callable[[], object]] = {}
 _names = map(str, itertools.count())
 
 
-def _hook_before(name: str) -> Callable[..., Any]:
+def _hook_before(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _through(_gathered, name, (args, kwargs))
+        leaves, shape = tree_flatten((args, kwargs))
+        if any(map(dataclasses.is_dataclass, leaves)):  # FSDP looks into them, and Dynamo breaks the graph
+            return stock(module, args, kwargs)
+        return tree_unflatten(_through(_gathered, name, leaves), shape)
 
     return gather
 
 
-def _hook_after(name: str) -> Callable[..., Any]:
+def _hook_after(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def leave(module: nn.Module, args: Any, made: Any) -> Any:
-        return _through(_left, name, made)
+        leaves, shape = tree_flatten(made)
+        if any(map(dataclasses.is_dataclass, leaves)):
+            return stock(module, args, made)
+        return tree_unflatten(_through(_left, name, leaves), shape)
 
     return leave
 
@@ -209,10 +242,9 @@ def _like(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Sequence[Tens
     return tuple(t.view_as(t) if dtype is None or not t.is_floating_point() else t.to(dtype) for t in tensors)
 
 
-def _through(operation: Callable[..., Any], name: str, value: Any) -> Any:
-    """`value`, of whose tensors the operation has made others."""
-    leaves, shape = tree_flatten(value)
+def _through(operation: Callable[..., Any], name: str, leaves: list[Any]) -> list[Any]:
+    """The same values, with the tensors that the operation has made of tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for i, made in zip(places, operation(name, *[leaves[i] for i in places]), strict=True):
         leaves[i] = made
-    return tree_unflatten(leaves, shape)
+    return leaves

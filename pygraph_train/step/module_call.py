@@ -62,6 +62,8 @@ class ModuleCall(TracedCall):
     ) -> None:
         super().__init__(module, regions, even)
         self._gathers, self._call = gathers, call_impl
+        self._sharding: Sharding | None = None
+        self._in_first_step = True
         self._compiled = CompiledModule(regions)
         self._called = self.paused = False
         self.calls = self.held = 0
@@ -102,6 +104,10 @@ class ModuleCall(TracedCall):
             quietly(lambda: self._sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
         regions = self.regions
+        if (
+            self._gathers and self._in_first_step
+        ):  # the next one shows how often it is called before a backward
+            return done(self._plainly(args, kwargs))
         around = self._gathering() if self._gathers else _ALONE
         if around is None or regions.refused or regions.closed or is_transformed() or not self.may_replay():
             if regions.sharding is not None:
@@ -116,10 +122,11 @@ class ModuleCall(TracedCall):
     def _gathering(self) -> AbstractContextManager[None] | None:
         """Around a call whose parameters are gathered within it, None where it has no graph."""
         regions = self.regions
-        if regions.sharding is None:
+        if self._sharding is None:
             with suppress(ValueError):
-                regions.sharding = Sharding(self._model, held_weakly(regions.runs_plainly))
-        sharding = regions.sharding
+                self._sharding = Sharding(self._model, held_weakly(regions.runs_plainly))
+                regions.held = weakref.ref(self._sharding)
+        sharding = self._sharding
         if sharding is None or regions.refused or not sharding.usual:
             regions.tell(NOT_WHOLE)
             self.remove()
@@ -141,6 +148,7 @@ class ModuleCall(TracedCall):
         """A step has ended, in which some module was called so often with gradients. Hot path."""
         self.steady = self.steady + 1 if 0 < self.without <= _OFTEN * graded else 0
         self.calls = self.graded = self.without = 0
+        self._in_first_step &= not self._called
 
     def begin(self) -> None:
         """The calls that ran as they are were enough: later ones may have graphs, unless Dynamo would trace each."""

@@ -14,7 +14,32 @@ tree_flatten: Callable[[Any], tuple[list[Any], Any]] = private("torch.utils._pyt
 tree_unflatten: Callable[[Sequence[Any], Any], Any] = private("torch.utils._pytree.tree_unflatten")
 """Take nested tuples, lists and dicts apart, and put them together: Dynamo traces these. (2.11 to 2.15)"""
 
+_SETTINGS = (
+    "reduce_grads",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "unshard_in_backward",
+    "_all_reduce_hook",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+)
 _STREAMS = "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"
+
+
+class _Watched(dict[str, Any]):
+    """The parameters of a module, the first read of which is told."""
+
+    def __init__(self, held: dict[str, Any], read: Callable[[], object]) -> None:
+        super().__init__(held)
+        self._held, self._read = held, read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read()  # which undoes `watch`
+        return self._held[name]
+
+    def items(self) -> Any:
+        self._read()
+        return self._held.items()
 
 
 class Unit:
@@ -22,8 +47,8 @@ class Unit:
 
     Args:
         state: FSDP's.
-        before: stands in for its hook in front of the forward, called with the arguments of such a hook.
-        after: as `before`, behind the forward.
+        before: makes of its hook in front of the forward what stands in for it.
+        after: as `before`, of the hook behind the forward.
 
     Attributes:
         groups: FSDP's groups of its parameters.
@@ -40,9 +65,13 @@ class Unit:
         self.parameters = [p for group in self.groups for p in group.fsdp_params]
         if not all(hasattr(p, "_unsharded_param") for p in self.parameters):
             raise ValueError("parameters of FSDP were not gathered in the first forward")
+        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
         hooks = (self._module._forward_pre_hooks, before), (self._module._forward_hooks, after)
         handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
-        self._hooks = [(held, h.id, held[h.id], own) for (held, own), h in zip(hooks, handles, strict=True)]
+        self._hooks = [
+            (held, h.id, stock := held[h.id], make(stock))
+            for (held, make), h in zip(hooks, handles, strict=True)
+        ]
 
     def stand_in(self) -> None:
         """Put the other hooks in place, and parameters as a whole that may have no memory. Hot path."""
@@ -67,6 +96,28 @@ class Unit:
     def leave(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What FSDP's hook behind the forward does, and makes of these results."""
         return self._state._post_forward(self._module, None, tuple(tensors))  # type: ignore[no-any-return]
+
+    def watch(self, read: Callable[[], object]) -> None:
+        """Where FSDP keeps parameters whole after a forward: call `read` before one is read. Hot path."""
+        for group in self.groups:
+            infos = [p._module_info for p in group.fsdp_params if group.post_forward_mesh_info is None]
+            for part in {module for info in infos for module in (info.module, *info.shared_modules)}:
+                held = part._parameters
+                self._watched.append((part, held))
+                part.__dict__["_parameters"] = _Watched(held, read)
+
+    def unwatch(self) -> None:
+        """Undo `watch`. Hot path."""
+        while self._watched:
+            part, held = self._watched.pop()
+            held.update(part._parameters)
+            part.__dict__["_parameters"] = held
+
+    def gather_now(self) -> None:
+        """Gather parameters until the next backward ends."""
+        for group in self.groups:
+            group.unshard()
+            group.wait_for_unshard()
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -97,6 +148,16 @@ class Unit:
             group._all_reduce_state = group._reshard_after_forward_event = None
             group._post_forward_indices.clear()
             group._to_sharded()
+
+
+def settings_of(group: Any) -> tuple[Any, ...]:
+    """What the user may change of FSDP's group, and a graph bakes in. Hot path. (2.11 to 2.15)"""
+    return tuple([getattr(group, name, None) for name in _SETTINGS])
+
+
+def is_idle(group: Any) -> bool:
+    """Whether its parameters are neither gathered nor being gathered. Hot path. (2.11 to 2.15)"""
+    return bool(group.is_sharded) and group._all_gather_result is None
 
 
 def whole(parameter: Any) -> nn.Parameter:

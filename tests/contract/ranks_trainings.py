@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import itertools
 import os
@@ -500,6 +501,18 @@ def blocks_by_hand(
         assert counters["stats"]["unique_graphs"] == graphs + 1, "the model has one graph"
 
 
+@dataclasses.dataclass
+class Made:
+    """A result that pytree does not know."""
+
+    x: Tensor
+
+
+class Boxing(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Made(super().forward(x))
+
+
 class Pair(nn.Module):
     """Two blocks that are sharded, of which `kind` says what is special."""
 
@@ -507,10 +520,13 @@ class Pair(nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.first, self.second, self.last = Block(6), Block(6), nn.Linear(6, 3)
+        if kind == "boxes its results":
+            self.first = Boxing(6)
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
         x = self.first(x)
+        x = x.x if isinstance(x, Made) else x
         if self.kind == "breaks the graph":
             torch._dynamo.graph_break()
         if self.kind == "leaves a block out" and self.calls < 12:
@@ -534,6 +550,8 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         made = model(x[:, None].expand(-1, 4, -1))
+        if kind == "has its weights in the loss":
+            made = made + model.last.weight.square().sum()
         if kind == "has two results":
             first = cross_entropy(made[0].mean(1), y)
             first.backward(retain_graph=True)
@@ -546,8 +564,16 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
         return first.detach()
 
     step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
-    for batch in batches(32, seed=rank):
+    for number, batch in enumerate(batches(32, seed=rank)):
+        if number == 20 and kind == "divides by another number":
+            model.set_gradient_divide_factor(8.0)
+            model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide
+        if number == 20 and kind == "is gathered ahead":
+            model.unshard(async_op=True)
         step(*batch)
+        if kind == "is gathered ahead" and number > 19:
+            with torch.no_grad():
+                run.note("evaluation", model(batch[0][:, None].expand(-1, 4, -1)))
         run.note("whole", [type(p).__name__ for p in model.parameters()])
 
 

@@ -175,6 +175,10 @@ OF_SHARDS: dict[str, dict[str, Any]] = {
     "is not sharded itself": {"replays": 12},
     "calls a block twice": {"replays": 12},
     "has two results": {"replays": 12},
+    "has its weights in the loss": {"replays": 0},
+    "divides by another number": {"replays": 12},
+    "is gathered ahead": {"replays": 12},
+    "boxes its results": {"refused": "Dynamo traces no hook that looks into them"},
     "breaks the graph": {"refused": "no part of such a model has a graph"},
     "leaves a block out": {"refused": "its parameters were not gathered in the first forward"},
 }
