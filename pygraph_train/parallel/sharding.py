@@ -6,7 +6,6 @@ each, which runs the hook of FSDP. Parameters are there as a whole, but for thei
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import weakref
@@ -206,7 +205,7 @@ _names = map(str, itertools.count())
 def _hook_before(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, shape = tree_flatten((args, kwargs))
-        if any(map(dataclasses.is_dataclass, leaves)):  # FSDP looks into them, and Dynamo breaks the graph
+        if any(map(_has_fields, leaves)):  # FSDP looks into them, and Dynamo breaks the graph
             return stock(module, args, kwargs)
         return tree_unflatten(_through(_gathered, name, leaves), shape)
 
@@ -216,11 +215,17 @@ def _hook_before(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _hook_after(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def leave(module: nn.Module, args: Any, made: Any) -> Any:
         leaves, shape = tree_flatten(made)
-        if any(map(dataclasses.is_dataclass, leaves)):
+        if any(map(_has_fields, leaves)):
             return stock(module, args, made)
         return tree_unflatten(_through(_left, name, leaves), shape)
 
     return leave
+
+
+def _has_fields(leaf: Any) -> bool:
+    """Whether it is a dataclass. Dynamo of torch 2.11 traces this of None and of tensors in no other way."""
+    plain = leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))
+    return not plain and hasattr(leaf, "__dataclass_fields__")
 
 
 def _gathered(name: str, *tensors: Tensor) -> Sequence[Tensor]:
