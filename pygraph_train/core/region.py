@@ -136,7 +136,8 @@ class PhaseRegions:
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
         divided, refused: whether graphs have DTensors, and whether one of these may not be recorded.
-        held: gives `sharding`, which lives with the model.
+        sharding: how a model runs whose parameters are gathered within its graph, None for another one. A proxy: Dynamo
+            keeps this object, and the other one lives with the model.
         end: the graph break behind the graph that was replayed last, in the present call of what was compiled.
         cuts: graph breaks in front of graphs that were recorded, and behind others of the same call.
         recorded, seconds: recordings since they were reported last, and the time they took.
@@ -174,7 +175,7 @@ class PhaseRegions:
         self.regions: list[PhaseRegion] = []
         self.gradients: dict[int, Tensor] = {}
         self.waiting: dict[int, Tensor] = {}
-        self.held: Callable[[], Sharding | None] = lambda: None
+        self.sharding: Sharding | None = None
         self.overlaps: Memory | None = None
         self.votes: Votes | None = None
         self.settle: Callable[[], object] = lambda: None
@@ -215,11 +216,6 @@ class PhaseRegions:
             return call
         rest = runner(prepared(parts[1], self.engine.device.type, eager=True)[0])
         return lambda *given: rest(*given, *call(*given))
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """How a model runs whose parameters are gathered within its graph, None for another one. Hot path."""
-        return self.held()
 
     @property
     def compiles(self) -> bool:

@@ -125,7 +125,7 @@ class ModuleCall(TracedCall):
         if self._sharding is None:
             with suppress(ValueError):
                 self._sharding = Sharding(self._model, held_weakly(regions.runs_plainly))
-                regions.held = weakref.ref(self._sharding)
+                regions.sharding = weakref.proxy(self._sharding)
         sharding = self._sharding
         if sharding is None or regions.refused or not sharding.usual:
             regions.tell(NOT_WHOLE)
