@@ -364,7 +364,7 @@ class RecordedRegion(RegionCall):
         up, and other recordings put their gradients in the same places.
         """
         self._load(given)
-        if (sharding := self.region.owner.sharding) is not None:
+        if self._places and (sharding := self.region.owner.sharding) is not None:
             sharding.keep_at(self._places)
         try:
             self._record_both()
@@ -467,7 +467,7 @@ class RecordedRegion(RegionCall):
             placing = self.region.owner.placing(self._keys, leads, adds=self.adds)
             with self.region.as_in_backwards(), placing as found, self.region.communicating():
                 self.region.differentiate(outputs, [*seeds.values()], leads)
-                if (sharding := self.region.owner.sharding) is not None:
+                if self._places and (sharding := self.region.owner.sharding) is not None:
                     self._kept = sharding.keep_at(self._places)
             return [received(g) for g in found]
         finally:
@@ -562,10 +562,11 @@ class RecordedRegion(RegionCall):
                 backward.go_home(values=True)
             if fresh:
                 _empty(fresh)
-            if (sharding := self.region.owner.sharding) is None:
+            if (sharding := self.region.owner.sharding) is not None:
+                sharding.unwatch()
+            if sharding is None or not self._places:
                 backward.graph.replay()
             else:
-                sharding.unwatch()
                 sharding.keep_at(self._places)
                 backward.graph.replay()
                 sharding.kept = self._kept

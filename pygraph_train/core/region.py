@@ -299,7 +299,12 @@ class PhaseRegions:
             self.gradients |= {id(p): torch.empty_like(p, requires_grad=False) for p in others}
 
     def kept_at(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Memory for gradients that one backward of a sharded model keeps for a later one, as these are."""
+        """Memory for gradients that one backward of a sharded model keeps for a later one, as these are.
+
+        Empty where it keeps none.
+        """
+        if all(gradient is None for gradient in gradients):
+            return []
         for i, gradient in enumerate(gradients):
             if gradient is not None and (i not in self.waiting or looks(self.waiting[i]) != looks(gradient)):
                 with self.engine.lasting_memory():
