@@ -128,18 +128,17 @@ class Chooser:
         """Whether graphs that take so long to make pay, where they serve this share of all further steps."""
         return self._further * share * self._saves >= seconds
 
-    def worked(self, seconds: float, calls: int = 0, models: int = 1) -> None:
+    def worked(self, seconds: float, calls: int = 0) -> None:
         """The host has worked in a plain step on what graphs would replay.
 
         Args:
             seconds: in forward, backward or update; below zero for what no graph replaces.
             calls: how many replays that would be, each with its backward; 0 for an update.
-            models: how many models made them; 0 for a part of one that was counted.
         """
         self._work += seconds
         self._calls += calls
         self._updates += not calls and seconds > 0
-        self._called += models if calls else 0
+        self._called += calls > 0
 
     def step_ended(self, replayed: bool, parts: int, traces: int) -> Problem | None:
         """A step has ended. Hot path.

@@ -163,7 +163,7 @@ class Driver:
         for call in calls:
             r = call.regions
             replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
-            r.replays = r.plain = r.parts = 0  # blocks share them
+            r.replays = r.plain = r.parts = 0
         missed = chooser is not None and chooser.misses(parts)
         graphed = replays > 0 and not (plain or missed or self._lost)
         for call in calls:

@@ -259,7 +259,7 @@ class Loop(Driver):
 
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
         for call in self._calls if chooser.plain else ():
-            chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent), models=True)
+            chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent))
             call.spent.clear()
         plain, waited = chooser.plain, chooser.waits
         super()._choose(chooser, graphed, parts)

@@ -61,7 +61,7 @@ class ModuleCall(TracedCall):
         gathers: bool = False,
     ) -> None:
         super().__init__(module, regions, even)
-        self._gathers, self._call = gathers, call_impl
+        self._gathers = gathers
         self._sharding: Sharding | None = None
         self._in_first_step = True
         self._compiled = CompiledModule(regions)
@@ -80,14 +80,14 @@ class ModuleCall(TracedCall):
         else:
             self.without += 1
             if self.steady < _STEADY or self.held or self._gathers or torch.is_inference_mode_enabled():
-                return self._call(self._model, *args, **kwargs)
+                return call_impl(self._model, *args, **kwargs)
         if self.paused or torch.compiler.is_compiling():
-            return self._call(self._model, *args, **kwargs)
+            return call_impl(self._model, *args, **kwargs)
         if self.held:
             self.held -= 1
             quietly(lambda: self._sizes.look(args, kwargs), self._count_hooks)
             began = time.perf_counter()
-            made = self._call(self._model, *args, **kwargs)
+            made = call_impl(self._model, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
             return made
         return self.regions.boundary.make(self._make, self._after_a_fault, args, kwargs)
@@ -104,9 +104,8 @@ class ModuleCall(TracedCall):
             quietly(lambda: self._sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
         regions = self.regions
-        if (
-            self._gathers and self._in_first_step
-        ):  # the next one shows how often it is called before a backward
+        # the second step shows how often it is called before a backward
+        if self._gathers and self._in_first_step:
             return done(self._plainly(args, kwargs))
         around = self._gathering() if self._gathers else _ALONE
         if around is None or regions.refused or regions.closed or is_transformed() or not self.may_replay():
@@ -136,7 +135,7 @@ class ModuleCall(TracedCall):
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1
         executes(FORWARD)
-        return self._call(self._model, *args, **kwargs)
+        return call_impl(self._model, *args, **kwargs)
 
     def _after_a_fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As `_plainly`: other processes do not wait for a vote of this one."""

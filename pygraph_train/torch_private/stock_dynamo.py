@@ -97,7 +97,9 @@ def _of_metrics() -> Iterator[types.CodeType]:
             yield from (c for c in (code, *code.co_consts) if isinstance(c, types.CodeType))
 
 
-_APART = dict.fromkeys({"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True)
+_APART: dict[str, Any] = dict.fromkeys(
+    {"isolate_recompiles"} & set(inspect.signature(torch.compile).parameters), True
+)
 """Options by which Dynamo's limit of traces counts for each training alone. Several trainings of a process share code,
 such as a model's forward after a graph break. (2.13 to 2.15; 2.11 and 2.12 count all trainings together.)"""
 
@@ -395,7 +397,6 @@ class CompiledFunction:
     Args:
         fn: the user's.
         backend: gets each graph. It is not kept alive, though Dynamo keeps all backends.
-        **options: further ones of `torch.compile`.
 
     Attributes:
         patience: seconds after which a call with a trace begins no further one; 0 where it may begin none.
@@ -403,18 +404,18 @@ class CompiledFunction:
         around: gives a context for its traces, called with its arguments.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any]) -> None:
         self.fn, self.patience, self.growing = fn, math.inf, Growing()
         self.given: tuple[Any, ...] = ()
         self.around: Callable[..., Any] = lambda *given: nullcontext()
-        self._backend, self._options, self._anew = held_weakly(backend), _APART | options, 0
+        self._backend, self._anew = held_weakly(backend), 0
         self._compiled: Callable[..., Any] | None = None  # until the first call: it imports Inductor
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         code = None if fn is self.fn else getattr(fn, "__code__", None)
         if code is not None:  # of a copy: Dynamo keeps it and its graphs for ever
             weakref.finalize(self, torch._C._dynamo.eval_frame.reset_code, code).atexit = False
-        self._compiled = torch.compile(fn, backend=self._backend, **self._options)
+        self._compiled = torch.compile(fn, backend=self._backend, **_APART)
         return self._compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +455,7 @@ class CompiledModule(CompiledFunction):
     is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
 
     Args:
-        backend, **options: see `CompiledFunction`.
+        backend: see `CompiledFunction`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -464,8 +465,8 @@ class CompiledModule(CompiledFunction):
         with standing_in([(DistributedDataParallel, "_active_ddp_module", None)]):
             return super().__call__(*args, **kwargs)
 
-    def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
-        super().__init__(_traced_call, backend, **options)
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        super().__init__(_traced_call, backend)
 
 
 call_impl: Callable[..., Any] = private("torch.nn.Module._call_impl")
