@@ -41,7 +41,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.memory import addresses_of, is_alone, local_tensor
+from pygraph_train.torch_private.memory import addresses_of, is_alone, local_tensor, local_tensors
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     let_scaler_in,
@@ -342,8 +342,9 @@ class OptimizerPreparation:
         if self._class is None or self._closed:
             return
         self._move_host_state()
-        # Only plain tensors: a wrapper's `.data` (DTensor) is not where its memory is.
-        state = [t for t in self.state_tensors() if type(t) is Tensor and t.device == engine.device]
+        state = [
+            t for t in local_tensors(self.state_tensors()) if type(t) is Tensor and t.device == engine.device
+        ]
         # A view of the state that somebody holds has to stay a view of it.
         loose = [t for t in state if t.data_ptr() not in self._compacted and is_alone(t)]
         if sum(t.nbytes for t in loose) <= 1 << 20:

@@ -284,6 +284,33 @@ def test_settle_keeps_identity_and_values_and_then_rests(engine: CudaEngine) -> 
     assert [t.data_ptr() for t in tensors] == addresses
 
 
+def test_settle_fills_what_other_tensors_leave_of_their_segments(engine: CudaEngine) -> None:
+    """DDP makes its buckets in memory that activations had, and keeps large segments by them."""
+    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(64)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = AdamW(params)
+    prep = OptimizerPreparation(optimizer, emulated=False)
+    with prep.prepared():
+        optimizer.step()
+    for p in params:
+        p.grad = None
+    torch.cuda.empty_cache()
+    state = [t for t in prep.state_tensors() if t.nbytes > 1024]
+    size = sum(t.nbytes for t in state)
+    activation = torch.empty(2 * size, dtype=torch.uint8, device="cuda")
+    del activation
+    bucket = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
+    values = [t.clone().cpu() for t in state]
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    prep.settle(engine)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < reserved - size / 2
+    assert all(torch.equal(t.cpu(), v) for t, v in zip(state, values, strict=True))
+    del bucket
+
+
 def test_scaler_step_of_default_sgd_reads_nothing_back() -> None:
     params, optimizer = make(SGD, {"momentum": 0.9})
     prep = OptimizerPreparation(optimizer, emulated=False)
