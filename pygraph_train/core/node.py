@@ -153,7 +153,10 @@ class Delivery:
 
 def lies_at(gradient: Tensor | None, place: Tensor) -> bool:
     """Whether a gradient lies at a place, where autograd keeps tensors of its own."""
-    return gradient is place or (type(gradient) is Tensor and gradient.data_ptr() == place.data_ptr())
+    if gradient is None:
+        return False
+    part = local_tensor(gradient)
+    return gradient is place or (type(part) is Tensor and part.data_ptr() == local_tensor(place).data_ptr())
 
 
 def looks(tensor: Tensor) -> tuple[Any, ...]:

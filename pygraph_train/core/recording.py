@@ -364,17 +364,17 @@ class RecordedRegion(RegionCall):
         up, and other recordings put their gradients in the same places.
         """
         self._load(given)
-        if self._places and (sharding := self.region.owner.sharding) is not None:
-            sharding.keep_at(self._places)
+        sharding = self.region.owner.sharding
+        kept = [] if sharding is None else sharding.kept
         try:
-            self._record_both()
+            self._record_both(kept)
         except _ReadTwiceError:
             self.gives_up = self.adds = False
             self._close_graphs()
-            self._record_both()
+            self._record_both(kept)
         if self._misplaced():
             self._close_graphs()
-            self._record_both()
+            self._record_both(kept)
             if self._misplaced():
                 raise Unrecordable("its replay computes something else: gradients have other strides")
 
@@ -382,8 +382,11 @@ class RecordedRegion(RegionCall):
         move = self.region.owner.move_places
         return sum(move(self._keys, backward.gradients) for backward in self._backwards.values()) > 0
 
-    def _record_both(self) -> None:
+    def _record_both(self, kept: Sequence[Tensor | None]) -> None:
         asked = self.region.asked if self.region.owner.config.backward != "off" else ()
+        if self._places and (sharding := self.region.owner.sharding) is not None:
+            sharding.kept = kept
+            sharding.keep_at(self._places)
         with self._memory.recording(self._engine):
             self._record_forward()
             for outputs in asked:

@@ -323,7 +323,7 @@ class PhaseRegions:
         for parameter, gradient in zip(parameters, gradients, strict=True) if self.delivers else ():
             if parameter is None or gradient is None:
                 continue
-            if gradient.storage_offset() == 0:
+            if gradient.storage_offset() == 0 or self.sharding is not None:
                 self.gradients.setdefault(parameter, gradient)
             if self.gradients.get(parameter) is not gradient:
                 with self.engine.lasting_memory():
@@ -958,7 +958,8 @@ class PhaseRegion:
         backward puts gradients there while a forward waits for its own, where a step has made one forward so far.
         """
         owner = self.owner
-        alone = owner.owns and len(owner.regions) == 1 and not (owner.gradients or owner.divided)
+        divided = owner.divided and owner.sharding is None
+        alone = owner.owns and len(owner.regions) == 1 and not (owner.gradients or divided)
         once = len(self.asked) == 1 and not (self.keeps or self.inference) and owner.config.backward != "off"
         return (
             alone
