@@ -188,6 +188,11 @@ class RegionCall:
                 self._agreed = self.region.agree(backward is not None)
         return backward if self._agreed else None
 
+    def fresh(self, backward: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The places of gradients at which those of these parameters do not lie, for a backward that adds. Hot path."""
+        lie = set(map(id, map(gradient_of, parameters)))
+        return [place for place in backward.placed if id(place) not in lie]
+
     def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
         outputs = [self._outputs[i] for i in seeds]
@@ -237,6 +242,7 @@ class UnrecordedCall(RegionCall):
 
     Attributes:
         gradients: where those of `leads` will lie, None where nobody has a place for them.
+        placed: those that have one.
     """
 
     recorded = False
@@ -244,6 +250,8 @@ class UnrecordedCall(RegionCall):
     def __init__(self, region: PhaseRegion, given: Sequence[Any], memory: Memory) -> None:
         super().__init__(region, given, memory)
         self.gradients = [region.owner.gradients.get(key or 0) for key in self._keys]
+        self.placed = [place for place in self.gradients if place is not None]
+        self.adds = region.adds
 
     def replay_forward(self, given: Sequence[Any], token: Any) -> list[Any]:
         """See `RecordedRegion.replay_forward`. Results are copies, as they are of a replay."""
@@ -271,17 +279,19 @@ class UnrecordedCall(RegionCall):
         return self if usual and not keeps else None
 
     def replay_backward(
-        self, backward: object, seeds: dict[int, Tensor], fresh: object = ()
+        self, backward: object, seeds: dict[int, Tensor], fresh: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
         """See `RecordedRegion.replay_backward`."""
         if backward is None:
             return self._another_backward(seeds)
         owner, leads = self.region.owner, [self._static[i] for i in self.leads]
         outputs = [self._outputs[i] for i in seeds]
+        if fresh:
+            _empty(fresh)
         with (
             self._memory.used(self._engine),
             self.region.as_in_backwards(),
-            owner.placing(self._keys, leads) as found,
+            owner.placing(self._keys, leads, adds=self.adds) as found,
         ):
             torch.autograd.backward(outputs, list(seeds.values()), inputs=leads)
         self._outputs, self._static = [], []  # with what they need of the memory
@@ -542,11 +552,6 @@ class RecordedRegion(RegionCall):
         if sharding is not None and (sharding.read or sharding.reduces != self._reduces):
             return None
         return self._backwards.get(frozenset(seeds))
-
-    def fresh(self, backward: _Backward, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The places of gradients at which those of these parameters do not lie, for a backward that adds. Hot path."""
-        lie = set(map(id, map(gradient_of, parameters)))
-        return [place for place in backward.placed if id(place) not in lie]
 
     def replay_backward(
         self, backward: _Backward | None, seeds: dict[int, Tensor], fresh: Sequence[Tensor] = ()

@@ -105,7 +105,7 @@ class ModuleCall(TracedCall):
             return self.first(lambda: done(self._plainly(args, kwargs)))
         regions = self.regions
         # the second step shows how often it is called before a backward
-        if self._gathers and self._in_first_step:
+        if self._in_first_step:
             return done(self._plainly(args, kwargs))
         around = self._gathering() if self._gathers else _ALONE
         if around is None or regions.refused or regions.closed or is_transformed() or not self.may_replay():

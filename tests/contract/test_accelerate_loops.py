@@ -307,6 +307,20 @@ def test_a_stock_loop_that_accumulates(run: Run) -> None:
         run.note("loss", [loss, accelerate.sync_gradients, optimizer.step_was_skipped])
 
 
+@same_as_plain(replays=24, updates=20, max_signatures=1)
+def test_one_of_two_forwards_has_a_further_shape(run: Run) -> None:
+    """Its gradients are added where graphs put theirs, before them or behind them."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate, 40)
+    for number, (x, y) in enumerate(run.each(data)):
+        rows = [8, 8 if number < 10 or number % 3 else 5]
+        losses = [cross_entropy(model(x[:k]), y[:k]) for k in (rows if number % 2 else reversed(rows))]
+        accelerate.backward(losses[0] + 2 * losses[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note("losses", losses)
+
+
 @same_as_plain(replays=12)
 def test_a_stock_loop_under_mixed_precision(run: Run) -> None:
     accelerate = accelerator(run, mixed_precision="bf16")
