@@ -319,7 +319,8 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     found = _gradients_of(ctx, backward, seeds, delivers=delivers)
     if not keeps:
         ctx.token = None
-    slot.region.backwards += backward is not None and slot.recorded
+    if slot.recorded:
+        slot.region.backward_made(backward is not None, expected=keeps and slot.gives_up)
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
         delivery.take(parameters, _of(found, ctx.delivered))

@@ -143,10 +143,11 @@ class RegionCall:
         stay: positions in `leads` of parameters whose gradients autograd gets as they lie.
         adds: whether a backward adds gradients of parameters to what lies at their places.
         order: positions in `leads` as autograd has put their gradients in place.
+        gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
     """
 
     recorded = True
-    adds = False
+    adds = gives_up = False
     order: Sequence[int] = ()
     _asked, _agreed = 0, True  # the generation whose backward was voted on last, and how
     stay: frozenset[int] = frozenset()
@@ -315,7 +316,6 @@ class RecordedRegion(RegionCall):
 
     Attributes:
         number: how many recordings of the region came before.
-        gives_up: whether the recorded backward lets go of what the forward has saved, and overwrites it.
         audits: when it is compared once more; set by who has recorded it.
         overwrites: positions of parameters whose gradients lie where its forward computes.
     """

@@ -132,6 +132,7 @@ class PhaseRegions:
 
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
+        eager: in the present step, backwards without a graph of forwards from graphs.
         parts: in the present step, calls of regions.
         owns: whether gradients may stay where a recorded backward computes them, until the next forward.
         several: whether other processes train too.
@@ -167,7 +168,7 @@ class PhaseRegions:
         self.tensors, self.tell = tensors, tell
         self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
-        self.replays = self.plain = self.parts = self.recorded = 0
+        self.replays = self.plain = self.eager = self.parts = self.recorded = 0
         self.seconds, self.sizes = 0.0, ""
         self.several = several_processes()
         self.end: Problem | None = None
@@ -530,6 +531,14 @@ class PhaseRegion:
     def _stops(self, why: str) -> None:
         self.slots.clear()
         self._stays_plain(Problem(why))
+
+    def backward_made(self, replayed: bool, *, expected: bool) -> None:
+        """A forward from a graph had its backward; `expected`: that it has no graph is not told. Hot path."""
+        self.backwards += replayed
+        if not replayed:
+            self.owner.eager += 1
+            if self.owner.config.backward != "off" and not expected:
+                self.owner.tell(_OTHER_BACKWARD)
 
     def keep_activations(self) -> None:
         """A backward is called with retain_graph=True for the first time: record anew what cannot serve it."""
@@ -1139,11 +1148,16 @@ _MANY_PENDING = Problem(
     "a graph",
     fix="Call it with all inputs in one batch, or call backward after each call",
 )
+_OTHER_BACKWARD = Problem(
+    "a backward runs without a graph: it is called under another autocast or of other results than those before, or "
+    "FSDP gathers or reduces something else",
+    fix="Call backward outside of autocast, of the loss",
+)
 RARE = Problem(
     "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
     fix='They run without graphs, because it takes longer to make some. forward="on" makes them all',
 )
-_SEVERAL_FORWARDS = "a model of FSDP is called several times before its backward"
+_SEVERAL_FORWARDS = "a model of FSDP is called again while an earlier result waits for its backward"
 _TORN = "a comparison with collectives failed in one process alone. Go on from a checkpoint, without graphs"
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 

@@ -159,11 +159,12 @@ class Driver:
             Whether its forward and backward came from graphs.
         """
         report, chooser = self.report, self.chooser
-        replays = plain = parts = 0
+        replays = plain = parts = eager = 0
         for call in calls:
             r = call.regions
             replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
-            r.replays = r.plain = r.parts = 0
+            eager += r.eager
+            r.replays = r.plain = r.parts = r.eager = 0
         missed = chooser is not None and chooser.misses(parts)
         graphed = replays > 0 and not (plain or missed or self._lost)
         for call in calls:
@@ -175,7 +176,7 @@ class Driver:
                 self._lost |= counts
                 if not counts and [*calls] == [call]:
                     self.tell(_SMALL)
-        backward = graphed and self.config.backward != "off"
+        backward = graphed and self.config.backward != "off" and not eager
         report.step_ended(graphs_apart(graphed, backward, updates), updated=updated)
         if missed and self.replays:  # else another reason stands against all steps
             self.tell(RARE)

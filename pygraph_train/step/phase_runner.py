@@ -90,7 +90,7 @@ class PhaseRunner(Driver):
         """Make the step: `run` is called once, with the way in which its function is called."""
         function, config, chooser = self._function, self.config, self.chooser
         regions = function.regions
-        regions.replays = regions.plain = regions.parts = 0
+        regions.replays = regions.plain = regions.parts = regions.eager = 0
         regions.end = regions.delivery.made = None
         if not _turn.acquire(blocking=False):  # a recording changes what all threads see
             self.tell(_OTHER_THREAD)

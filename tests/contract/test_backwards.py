@@ -151,6 +151,25 @@ def test_a_stock_loop_of_accelerate(by_autograd: list[Tensor], accumulate: int) 
     assert accelerator.pygraph.report().to_dict()["phases_from_graphs"]["B"] * accumulate >= STEPS - 9
 
 
+def test_backwards_without_a_graph_are_counted() -> None:
+    """Those inside of autocast, where the recorded one was called outside of it."""
+    pytest.importorskip("accelerate")
+    forget_accelerators()
+    accelerator = Accelerator(cpu=DEVICE == "cpu", plugins=[PyGraph(engine=ENGINE, forward="on")])
+    model, optimizer = accelerator.prepare(model := WithLoss().to(DEVICE), adamw(model))
+    for number, (x, y) in enumerate(batches(STEPS)):
+        loss = model(x, y)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=number >= STEPS // 2):
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = accelerator.pygraph.report().to_dict()
+    phases = report["phases_from_graphs"]
+    assert phases["F"] >= STEPS - 9
+    assert phases["F"] - phases["B"] == STEPS - STEPS // 2
+    assert any("a backward runs without a graph" in each["reason"] for each in report["fallbacks"])
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_trainer_of_lightning(by_autograd: list[Tensor], accumulate: int) -> None:
     pl = pytest.importorskip("lightning.pytorch")
