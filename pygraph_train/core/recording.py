@@ -549,7 +549,7 @@ class RecordedRegion(RegionCall):
         if autocast_now(self.region.device) != self.region.autocast:
             return None
         sharding = self.region.owner.sharding
-        if sharding is not None and (sharding.read or sharding.reduces != self._reduces):
+        if sharding is not None and not (sharding.idle and sharding.reduces == self._reduces):
             return None
         return self._backwards.get(frozenset(seeds))
 

@@ -49,7 +49,6 @@ class Sharding:
     Attributes:
         told: whether others know what this process does in the present call.
         replayed: whether the latest forward was replayed.
-        read: whether parameters were read since, so that they were gathered.
 
     Raises:
         ValueError: see `Unit`.
@@ -57,7 +56,7 @@ class Sharding:
 
     def __init__(self, model: nn.Module, plain: Callable[[], object]) -> None:
         self._plain, self.told = plain, False
-        self.replayed = self.read = False
+        self.replayed = False
         self._hidden: list[Tensor | None] = []
         for operation in (_gathered, _left):
             torch.compiler.allow_in_graph(operation)
@@ -74,7 +73,7 @@ class Sharding:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Around calls of the model that Dynamo may trace."""
-        self.told = self.replayed = self.read = False
+        self.told = self.replayed = False
         self.unwatch()
         try:
             kept = self.kept
@@ -88,13 +87,7 @@ class Sharding:
             for unit in self._units.values():
                 unit.step_back()
                 if self.replayed:
-                    unit.watch(functools.partial(self._gather, unit))
-
-    def _gather(self, unit: Unit) -> None:
-        """A loss reads parameters that FSDP's forward would have left whole: they are, and autograd reduces all."""
-        unit.unwatch()
-        self.read = True
-        unit.gather_now()
+                    unit.watch()
 
     def unwatch(self) -> None:
         """Nothing is noticed of reads any more: a backward ends, or a forward begins. Hot path."""

@@ -97,14 +97,14 @@ class Unit:
         """What FSDP's hook behind the forward does, and makes of these results."""
         return self._state._post_forward(self._module, None, tuple(tensors))  # type: ignore[no-any-return]
 
-    def watch(self, read: Callable[[], object]) -> None:
-        """Where FSDP keeps parameters whole after a forward: call `read` before one is read. Hot path."""
+    def watch(self) -> None:
+        """Where FSDP keeps parameters whole after a forward: make them so before one is read. Hot path."""
         for group in self.groups:
             infos = [p._module_info for p in group.fsdp_params if group.post_forward_mesh_info is None]
             for part in {module for info in infos for module in (info.module, *info.shared_modules)}:
                 held = part._parameters
                 self._watched.append((part, held))
-                part.__dict__["_parameters"] = _Watched(held, read)
+                part.__dict__["_parameters"] = _Watched(held, self._gather)
 
     def unwatch(self) -> None:
         """Undo `watch`. Hot path."""
@@ -113,8 +113,9 @@ class Unit:
             held.update(part._parameters)
             part.__dict__["_parameters"] = held
 
-    def gather_now(self) -> None:
-        """Gather parameters until the next backward ends."""
+    def _gather(self) -> None:
+        """Gather parameters until the next backward ends, in which autograd reduces their gradients."""
+        self.unwatch()
         for group in self.groups:
             group.unshard()
             group.wait_for_unshard()

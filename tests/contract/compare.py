@@ -74,6 +74,7 @@ def compare(
     training: Callable[[Run], None],
     *,
     replays: int | None = None,
+    backwards: int | None = None,
     updates: int | None = None,
     refused: str | None = None,
     last_bits: bool = False,
@@ -85,6 +86,7 @@ def compare(
     Args:
         training: gets the `Run`, and trains.
         replays: of how many steps at least forward and backward have to run from graphs; 0 if none has to.
+        backwards: of how many steps at least the backward has to, where that are fewer.
         updates: of how many steps at least the optimizer has to run from a graph; as `replays` if left out.
         refused: why no graph need run. Where none does, the report has to give a reason.
         last_bits: whether the last bits of floats may differ.
@@ -109,7 +111,11 @@ def compare(
         assert any(counts.values()) or ours.gives_reasons(), f"nothing says why no graph ran\n{ours}"
         return counts
     assert replays is not None, "say how many steps have to run from graphs at least, or why none has to"
-    least = {"F": replays, "B": replays, "O": replays if updates is None else updates}
+    least = {
+        "F": replays,
+        "B": replays if backwards is None else backwards,
+        "O": replays if updates is None else updates,
+    }
     missing = {phase: count for phase, count in counts.items() if count < least[phase]}
     assert not missing, f"from graphs ran {missing}, not {least}\n{ours}"
     return counts

@@ -558,16 +558,22 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
             (first + made[1].mean()).backward()
         else:
             first = cross_entropy(made.mean(1), y)
+            if wrong:
+                with pytest.raises(RuntimeError):
+                    model(wrong.pop())
             first.backward()
         optimizer.step()
         optimizer.zero_grad()
         return first.detach()
 
     step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+    wrong: list[Tensor] = []
     for number, batch in enumerate(batches(32, seed=rank)):
         if number == 20 and kind == "divides by another number":
             model.set_gradient_divide_factor(8.0)
             model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide
+        if number == 20 and kind == "raises before a backward":
+            wrong.append(torch.ones(8, 4, 5))
         if number == 20 and kind == "is gathered ahead":
             model.unshard(async_op=True)
         step(*batch)
