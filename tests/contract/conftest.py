@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +47,28 @@ def _nobody_writes_where_activations_wait(monkeypatch: pytest.MonkeyPatch) -> No
         return replay(self, backward, *given)
 
     monkeypatch.setattr(RecordedRegion, "replay_backward", looked)
+
+
+@pytest.fixture(autouse=True)
+def _inputs_of_recordings_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device: a replay overwrites the inputs of other recordings in the same memory."""
+    made: weakref.WeakSet[RecordedRegion] = weakref.WeakSet()
+    begin, replay = RecordedRegion.__init__, RecordedRegion.replay_forward
+
+    def begun(self: RecordedRegion, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        made.add(self)
+
+    def replayed(self: RecordedRegion, *given: Any) -> Any:
+        for other in made:
+            if other is not self and other._memory is self._memory:
+                for inputs in other._targets:
+                    inputs.fill_(math.nan if inputs.is_floating_point() else 0)
+        return replay(self, *given)
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(RecordedRegion, "__init__", begun)
+        monkeypatch.setattr(RecordedRegion, "replay_forward", replayed)
 
 
 @pytest.fixture(autouse=True)
