@@ -39,6 +39,7 @@ from tests.faults import nothing_compares_equal, nothing_is_captured, steps_fail
 
 from .compare import Run, compare
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
+from .overwriting import replays_overwrite
 
 __all__ = ["differs_without_reduction", "trained"]
 
@@ -51,7 +52,8 @@ def trained(
         importlib.import_module("tests.contract.lightning_module")
     if "fabric" in training:
         importlib.import_module("lightning.fabric")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        replays_overwrite(patch)
         given = {"folder": Path(folder), **expected}
         return compare(lambda run: globals()[training](run, rank, **(options or {})), **given)
 
