@@ -187,7 +187,7 @@ class PhaseRegions:
         self.let_go()  # autograd keeps the shape of a parameter while somebody leads to it
         if self.sharding is not None:
             if self.compiles or not self.sharding.complete(gm):
-                self.refused = True
+                self.refused = self.awaited  # else it is another call, such as one that raises in its middle
                 raise Unrecordable(NOT_WHOLE.reason)
             self.divided, examples = True, self.sharding.sharded(examples)
         end, talks = end_of(gm), communication(gm)

@@ -178,7 +178,7 @@ OF_SHARDS: dict[str, dict[str, Any]] = {
     "has its weights in the loss": {"replays": 12, "backwards": 0},
     "divides by another number": {"replays": 12},
     "is gathered ahead": {"replays": 12},
-    "raises before a backward": {"replays": 12},
+    "raises before a backward": {"replays": 24},
     "boxes its results": {"refused": "Dynamo traces no hook that looks into them"},
     "breaks the graph": {"refused": "no part of such a model has a graph"},
     "leaves a block out": {"refused": "its parameters were not gathered in the first forward"},
