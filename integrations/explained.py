@@ -16,7 +16,7 @@ from pygraph_train.diagnosis.look import explained
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.patches import nothing
-from pygraph_train.step.loss_program import LossSteps
+from pygraph_train.step.graphed import GraphedStep
 
 
 def explain(
@@ -76,11 +76,11 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         subject = _subject(step.fn, args, kwargs, models, optimizers, step.manual)
         subject.context = step.looked_at
         return subject
-    if (by_hand := getattr(step, "by_hand", None)) is not None:
-        subject = _subject(by_hand.fn, args, kwargs, by_hand.model, list(by_hand.optimizers), manual=True)
-        subject.context = by_hand.loop.paused
+    if isinstance(step, GraphedStep) and step.manual and (parts := step.parts) is not None:
+        subject = _subject(parts.fn, args, kwargs, parts.model, list(parts.optimizers), manual=True)
+        subject.context = parts.loop.paused
         return subject
-    if isinstance(step, LossSteps):
+    if isinstance(step, GraphedStep):
         program = copy.copy(step.program)  # to which it may tell what it is asked here
         subject = Subject(_name(program.step_fn), program, args, kwargs)
     elif isinstance(step, nn.Module) or not callable(step):

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import STEP, arranged, quietly, surely
+from pygraph_train.boundary import STEP, arranged, executes, quietly, surely
 from pygraph_train.parallel.replication import replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.step.function_step import FunctionStep
@@ -83,6 +83,7 @@ class FabricStep(FunctionStep):
             )
         if self.manual:
             return super().make(args, kwargs)
+        executes(STEP)
         update = not any(model is self.model for model in self._accumulating)
         if not self._pending:
             self.optimizer.zero_grad()

@@ -14,11 +14,11 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.replication import is_sharded
 from pygraph_train.patches import standing_in
+from pygraph_train.step.function_step import FunctionStep
 from pygraph_train.step.loop import Loop
-from pygraph_train.trees import detached_results
 
 
-class StepsByHand:
+class StepsByHand(FunctionStep):
     """Calls a function as it is written; its modules and its optimizers have graphs of their own.
 
     Args:
@@ -30,9 +30,10 @@ class StepsByHand:
         scaler: the GradScaler of the function, if it has one.
 
     Attributes:
-        fn, model, optimizers: as given.
-        loop: of which each call is a step.
+        model, optimizers: as given.
     """
+
+    _made_by = "GraphedStep"
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class StepsByHand:
         config: PyGraphConfig,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.fn, self.model, self.optimizers, self._scaler = fn, model, optimizers, scaler
-        self.loop = Loop(config, device)
+        super().__init__(fn, Loop(config, device))
+        self.model, self.optimizers, self._scaler = model, optimizers, scaler
         self.loop.patience *= bool(optimizers)
         self._graphs: list[OptimizerGraph] = []
         arranged(lambda: self._take(model), self.loop.report.failed)
@@ -58,12 +59,9 @@ class StepsByHand:
             if graph is not None:
                 self._graphs.append(graph)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one step."""
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with standing_in([(graph.optimizer, "step", self._stepping(graph)) for graph in self._graphs]):
-            result = self.fn(*args, **kwargs)
-        self.loop.step_ended()
-        return detached_results(result)
+            return self.fn(*args, **kwargs)
 
     def _stepping(self, graph: OptimizerGraph) -> Callable[..., Any]:
         """In the place of an optimizer's `step`, which is there again while a step is made."""

@@ -55,7 +55,6 @@ class FunctionStep(NotCopied):
         loop = self.loop
         if not loop.active:
             quietly(loop.report.step_began)
-        executes(STEP)
         before, loop.within_step = loop.within_step, True
         try:
             made = self.make(args, kwargs)
@@ -67,6 +66,7 @@ class FunctionStep(NotCopied):
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step itself."""
+        executes(STEP)
         return self.fn(*args, **kwargs)
 
     def report(self) -> StepReport:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.boundary import SETTING_UP, arranged, surely
+from pygraph_train.boundary import (
+    SETTING_UP,
+    Boundary,
+    arranged,
+    done,
+    not_needed,
+    plainly,
+    quietly,
+    surely,
+)
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
+from pygraph_train.optimizers.program import optimized
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.report.announcements import switched_off
+from pygraph_train.report.announcements import switched_off, tell_once, tell_why_off
+from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
-from pygraph_train.step.loss_program import LossProgram, LossSteps
+from pygraph_train.step.function_step import NotCopied
+from pygraph_train.step.loss_program import LossProgram, loss_in, plain_update
+from pygraph_train.step.phase_runner import PhaseRunner
+from pygraph_train.step.program import plain_call
 from pygraph_train.step.transfer import Transfer
 from pygraph_train.torch_private.stock_dynamo import break_graph, untraced
-from pygraph_train.trees import map_leaves
+from pygraph_train.trees import detached_results, map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,8 +43,11 @@ if TYPE_CHECKING:
 
 _NO_TENSORS = (bool, int, float, str, type(None))
 
+_all: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
+"""Those that exist, but for manual optimization: several may share an optimizer."""
 
-class GraphedStep(LossSteps):
+
+class GraphedStep(NotCopied):
     """One training step of a plain PyTorch loop: forward, loss, backward, clipping, optimizer.
 
     ```python
@@ -62,6 +82,11 @@ class GraphedStep(LossSteps):
         **overrides: single options, as `GraphedStep(..., engine="emulated")`. The option `optimizer` can only be set
             in `config`, because `optimizer=` is the optimizer itself.
 
+    Attributes:
+        manual: whether `step_fn` makes the whole step itself.
+        program: what a step is, but for manual optimization.
+        parts: makes steps of which only parts have graphs: those of manual optimization, and those of a sharded model.
+
     Raises:
         ValueError: an option has a value that is not allowed, the engine cannot work on the model's device, two
             optimizers share a parameter, there is a scaler for several optimizers, or manual optimization comes
@@ -70,6 +95,12 @@ class GraphedStep(LossSteps):
     """
 
     _made_by = "GraphedStep"
+    program: LossProgram
+    parts: StepsByHand | None = None
+    _runner: PhaseRunner | None = None
+    _after_first: AfterFirstStep | None = None
+    _pending = _made = False
+    _at_rest = False  # every further step is nothing but a plain one
 
     def __init__(
         self,
@@ -84,27 +115,34 @@ class GraphedStep(LossSteps):
         move_inputs: bool = True,
         **overrides: Unpack[StepOptions],
     ) -> None:
-        self._config = PyGraphConfig.of(config, overrides)
+        config = PyGraphConfig.of(config, overrides)
         stepped = surely(lambda: _one(optimizer, scaler), SETTING_UP)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._device = device
+        self._device, self.manual = device, manual_optimization
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
-        self.by_hand: StepsByHand | None = None
         steps = [] if stepped is None else getattr(stepped, "members", [stepped])
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
-            self.by_hand = StepsByHand(step_fn, model, steps, device, self._config)
-            self._report = self.by_hand.loop.report
+            self.parts = StepsByHand(step_fn, model, steps, device, config)
+            self._report: StepReport = self.parts.loop.report
             return
-        program = surely(
+        self.program = program = surely(
             lambda: LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm), SETTING_UP
         )
-        engine = None
         if program.replication.sharded:
-            self.apart = StepsByHand(self._make_plainly, model, steps, device, self._config, scaler)
+            self.parts = StepsByHand(self._make_plainly, model, steps, device, config, scaler)
+            self._report = self.parts.loop.report
         else:
-            engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
-        super().__init__(program, self._config, engine)
+            self._report = surely(StepReport, SETTING_UP)
+            engine = arranged(lambda: None if switched_off() else make_engine(config.engine, device))
+            if engine is None:
+                self._report.note(tell_why_off(config))
+            else:
+                self._runner = arranged(
+                    lambda: PhaseRunner(program, config, engine, self._report), self._report.failed
+                )
+        self._boundary = Boundary(self._report.failed, self._let_go)
+        _all.add(self)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +151,7 @@ class GraphedStep(LossSteps):
         Returns:
             The result of `step_fn`, detached. No later step overwrites its tensors.
         """
-        if self._transfer is not None or self.by_hand is not None or torch.compiler.is_dynamo_compiling():
+        if self._transfer is not None or self.manual or torch.compiler.is_dynamo_compiling():
             return self._step(args, kwargs, update=True)
         make = self._make_plainly if self._at_rest else self._make
         return make(args, kwargs, update=True)
@@ -125,7 +163,7 @@ class GraphedStep(LossSteps):
         Raises:
             RuntimeError: under manual optimization.
         """
-        if self.by_hand is not None:
+        if self.manual:
             raise RuntimeError(
                 "a step_fn under manual_optimization=True makes its own updates: call the step, and let step_fn leave "
                 "out optimizer.step()"
@@ -137,15 +175,120 @@ class GraphedStep(LossSteps):
             break_graph()
         if self._transfer is not None and not (_are_there(args) and _are_there(kwargs)):
             args, kwargs = self._moved_to_device(args, kwargs)
-        if self.by_hand is not None:
-            return self.by_hand(args, kwargs)
+        if self.manual:
+            assert self.parts is not None
+            return self.parts(*args, **kwargs)
         return self._make(args, kwargs, update=update)
 
+    def report(self) -> StepReport:
+        """What became of the steps so far. Prints as a table."""
+        return self._report
+
     def close(self) -> None:
-        """See `LossSteps.close`."""
-        super().close()
-        if self.by_hand is not None:
-            self.by_hand.close()
+        """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
+        if self._after_first is not None:
+            quietly(self._after_first.close)
+        if self.parts is not None:
+            quietly(self.parts.close)
+            self.parts = self.parts if self.manual else None
+        if self._runner is not None:
+            quietly(self._runner.release)
+            self._runner = None
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+        """Make one step.
+
+        Args:
+            args, kwargs: what the function for the loss is called with.
+            update: whether the optimizer steps; otherwise gradients are added up.
+        Returns:
+            What that function returned, detached: tensors of their own.
+        """
+        if self._at_rest:
+            return plainly(lambda: self._make_plainly(args, kwargs, update=update))
+        counted = self._report.steps
+        return self._boundary.make(
+            functools.partial(self._make_by_runner, args, kwargs, update),
+            lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
+        )
+
+    def _make_by_runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
+        program = self.program
+        if self._after_first is not None:
+            self._second_step(self._after_first)
+        updates = update and program.optimizer is not None
+        place: Any = {"first": not self._pending, "last": update}
+        runner = self._runner
+        if self.parts is not None:
+            result = self.parts(args, kwargs, update=updates, counts=False)
+        elif runner is None:
+            self._report.step_began()
+            result = program.run(args, kwargs, plain_update, plain_call, **place)
+        else:
+            runner.begin(updates)
+            update_at_once = functools.partial(runner.update, at_once=True)
+            result = runner.make(functools.partial(program.run, args, kwargs, update_at_once, **place))
+        self._pending = not updates  # only now: a step that raised is not part of an accumulation
+        done(result)
+        if runner is not None:
+            runner.finish()
+        if not self._made:
+            self._made = True
+            self._after_first = AfterFirstStep(result, program.optimizer if updates else None)
+        elif runner is not None and not runner.replayed:
+            self._at_rest = runner.at_rest
+        elif runner is None:
+            self._at_rest = not program.replication.shared
+        return result
+
+    def _make_plainly(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool, counts: bool = True
+    ) -> Any:
+        """Make one step that has no graph: what the user's own loop would do. Hot path."""
+        program = self.program
+        if counts:
+            try:  # as `quietly`, which is called
+                if self._runner is not None:
+                    self._runner.made_elsewhere(update and program.optimizer is not None)
+                else:
+                    self._report.step_began()
+            except Exception as error:
+                not_needed(error)
+        if program.replication.shared or not program.nothing_but_steps:
+            place: Any = {"first": not self._pending, "last": update}
+            result = program.run(args, kwargs, plain_update, plain_call, **place)
+            self._pending = not update
+            return result
+        optimizer = program.optimizer
+        if optimizer is not None and not self._pending:
+            optimizer.zero_grad()
+        result = program.step_fn(*args, **kwargs)
+        loss_in(result).backward()
+        if update and optimizer is not None:
+            optimizer.step()
+        self._pending = not update
+        return result.detach() if type(result) is Tensor else detached_results(result)
+
+    def _let_go(self) -> None:
+        """The library has failed too often: every further step is a plain one."""
+        self._at_rest = True
+        self.close()
+
+    def _second_step(self, first: AfterFirstStep) -> None:
+        """Tell what the caller has done since the first one."""
+        told = first.end()
+        self._after_first = None
+        if told is not None and not self._shares_optimizer():
+            self._report.note(told)
+            tell_once(told)
+
+    def _shares_optimizer(self) -> bool:
+        """Whether another one, which has made steps, updates some of the same parameters."""
+        mine = _updated_by(self)
+        return any(
+            other is not self and other._made and not mine.isdisjoint(_updated_by(other))
+            for other in list(_all)
+        )
 
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self._transfer is not None
@@ -156,6 +299,11 @@ class GraphedStep(LossSteps):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _updated_by(steps: GraphedStep) -> set[int]:
+    """Ids of the parameters that these steps update."""
+    return set(map(id, optimized(steps.program.optimizer)))
 
 
 def _check_manual(optimizer: Any, scaler: Any, max_grad_norm: float | None) -> None:
