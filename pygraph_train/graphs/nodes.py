@@ -109,37 +109,6 @@ def read_nodes(graph: int) -> tuple[Node, ...]:
     return tuple(_read(d, handle, layouts) for handle in node_handles(graph))
 
 
-def named_kernels(graph: int, parts: Sequence[str]) -> tuple[list[Any], list[Node]]:
-    """The kernel nodes whose name has one of these parts: their handles, and what they are.
-
-    Args:
-        graph: see `read_nodes`.
-    Raises:
-        IndirectionUnavailable: see `driver`.
-        RuntimeError: a node cannot be read.
-    """
-    d = driver()
-    handles, nodes = [], []
-    layouts: dict[int, Any] = {}
-    wanted: dict[int, bool] = {}
-    for handle in node_handles(graph):
-        try:
-            kind = checked(d.cuGraphNodeGetType(handle), "reading a node's type")
-        except ValueError:  # newer than cuda-bindings
-            continue
-        if kind != d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-            continue
-        params = checked(d.cuGraphKernelNodeGetParams(handle), "reading a kernel node")
-        key = int(params.func) or int(params.kern)
-        if key not in wanted:
-            name = _kernel_name(d, params)
-            wanted[key] = any(part in name for part in parts)
-        if wanted[key]:
-            handles.append(handle)
-            nodes.append(_kernel(d, handle, layouts))
-    return handles, nodes
-
-
 def _read(d: Any, handle: Any, layouts: dict[int, Any]) -> Node:
     kinds = d.CUgraphNodeType
     try:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pygraph_train.graphs.engine import NumbersNotFound
-from pygraph_train.graphs.nodes import KernelParameters, Node, named_kernels
+from pygraph_train.graphs.nodes import KernelParameters, Node, node_handles
 
 _FORMATS = {8: "<d", 4: "<f"}
 
@@ -84,7 +84,7 @@ class NumberRewriter:
     Nothing waits for the device: an update acts on launches that come after it, and on none before.
 
     Args:
-        graph: a captured graph such as `graphs.cuda_graph.CudaGraph`. It is instantiated.
+        graph: a captured graph such as `graphs.cuda_graph.CudaGraph`.
         sets, kernels: see `graphs.engine.Graph.numbers`.
     Raises:
         NumbersNotFound: a number was not found, or CUDA lets nobody read or update the nodes.
@@ -92,13 +92,15 @@ class NumberRewriter:
 
     def __init__(self, graph: Any, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> None:
         try:
-            handles, nodes = named_kernels(graph.raw, kernels)
+            pairs = zip(node_handles(graph.raw), graph.read(), strict=True)
+            named = [(handle, node) for handle, node in pairs if any(part in node.name for part in kernels)]
+            nodes = [node for _, node in named]
             found = find_numbers(nodes, [value for numbers in sets for value in numbers])
             check_sets(
                 [(node.name, [f.number for f in found if f.node == i]) for i, node in enumerate(nodes)], sets
             )
             concerned = sorted({f.node for f in found})
-            parameters = {node: graph.parameters(handles[node]) for node in concerned}
+            parameters = {node: graph.parameters(named[node][0]) for node in concerned}
         except (RuntimeError, ValueError) as error:
             raise NumbersNotFound(str(error)) from error
         self._written: dict[int, tuple[float, ...]] = {}
