@@ -237,11 +237,11 @@ class CudaEngine:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
+    def capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
         with _allocating, _one_capture, not_collecting():
-            return self._capture(fn, instantiate)
+            return self._capture(fn)
 
-    def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
+    def _capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         self._tidy()
@@ -271,7 +271,7 @@ class CudaEngine:
                     except RuntimeError:
                         if failed is None:
                             raise
-            return CudaGraph(graph, instantiate=instantiate), result
+            return CudaGraph(graph), result
         except BaseException as error:
             self._clean_up(graph, under_way=under_way)
             if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_cuda_error(error):
@@ -290,7 +290,7 @@ class CudaEngine:
             torch.zeros(1, device=self.device)
         finally:  # there may be no memory left for it
             graph.capture_end()
-        pool.anchor = CudaGraph(graph, instantiate=False)
+        pool.anchor = CudaGraph(graph)
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, *, under_way: bool) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""

@@ -18,73 +18,44 @@ class CudaGraph:
 
     Args:
         graph: captured with `keep_graph=True`.
-        instantiate: at once, or when `instantiate` or `replay` is called first.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
         self._parameters: dict[int, KernelParameters] = {}
+        self._launch: Callable[[], None] = graph.replay  # looked up once: `replay` is the hot path
         self.nodes = count_nodes(self.raw)
-        self.instantiated = False
-        self._launch: Callable[[], None] = self._first_replay
-        if instantiate:
-            self.instantiate()
+        graph.instantiate()
 
     @property
     def raw(self) -> int:
-        """The cudaGraph_t, whose nodes can be read, and marked before it is instantiated."""
-        return self._open().raw_cuda_graph()
+        """The cudaGraph_t, whose nodes can be read."""
+        return self._graph.raw_cuda_graph()
 
     def read(self) -> tuple[Node, ...]:
         """Its nodes."""
         return read_nodes(self.raw)
-
-    @property
-    def raw_exec(self) -> int:
-        """The cudaGraphExec_t. Instantiates the graph if nobody has."""
-        self.instantiate()
-        return self._open().raw_cuda_graph_exec()
-
-    def instantiate(self) -> None:
-        """Make the graph ready to replay; nothing if it is."""
-        if self.instantiated:
-            return
-        graph = self._open()
-        graph.instantiate()
-        self.instantiated = True
-        # looked up once: `replay` is the hot path
-        self._launch = graph.replay
-
-    def _first_replay(self) -> None:
-        self.instantiate()
-        self._launch()
-
-    def _open(self) -> torch.cuda.CUDAGraph:
-        if self._graph is None:
-            _replay_after_close()
-        return self._graph
 
     def replay(self) -> None:
         """Launch the graph in the current stream."""
         self._launch()
 
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberRewriter:
-        """See `graphs.engine.Graph.numbers`. Instantiates the graph if nobody has."""
+        """See `graphs.engine.Graph.numbers`."""
         return NumberRewriter(self, sets, kernels)
 
     def parameters(self, handle: Any) -> KernelParameters:
-        """Of one of its kernels, to be written: each time the same object. Instantiates the graph if nobody has."""
+        """Of one of its kernels, to be written: each time the same object."""
         if int(handle) not in self._parameters:
-            self._parameters[int(handle)] = KernelParameters(self.raw_exec, handle)
+            self._parameters[int(handle)] = KernelParameters(self._graph.raw_cuda_graph_exec(), handle)
         return self._parameters[int(handle)]
 
     def close(self) -> None:
         """Destroy the graph. Its private memory returns to the pool."""
-        if self._graph is not None:
-            graph, self._graph = self._graph, None
+        if self._launch is not _replay_after_close:
             self._launch = _replay_after_close
             finish_replays()
-            graph.reset()
+            self._graph.reset()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # a default, as `sys` may be gone by then

@@ -83,11 +83,11 @@ class EmulatedEngine:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[EmulatedGraph, T]:
+    def capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
         """Record the operations that `fn()` dispatches in this thread, without a lasting effect.
 
-        See `Engine.capture`; a tape needs no instantiation. Python state that `fn` sets stays, as on
-        CUDA: a `p.grad` that was None is afterwards a tensor without defined values.
+        See `Engine.capture`. Python state that `fn` sets stays, as on CUDA: a `p.grad` that was None is
+        afterwards a tensor without defined values.
 
         Raises:
             CaptureError: `fn` read a value on the host, set the random state, or used something that the

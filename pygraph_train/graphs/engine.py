@@ -166,12 +166,11 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[Graph, T]:
+    def capture(self, fn: Callable[[], T]) -> tuple[Graph, T]:
         """Record the device work of `fn()` without executing it.
 
         Args:
             fn: called once, with no arguments.
-            instantiate: make the graph ready at once; False leaves it to the first replay.
         Returns:
             The graph, and what `fn` returned: its tensors have fixed addresses, hold no defined values
             before the first replay, and are overwritten by every replay.
