@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.memory import copy_all, keep_versions, local_tensor
+from pygraph_train.torch_private.memory import keep_versions, local_tensor
 
 _PART = 16 << 20
 """Bytes that are copied to the host at a time."""
 
 
-class ScratchState:
+class Backup:
     """Random state and tensors that a run without consequences may change; `restore` puts them back.
 
     Args:
         device: whose generator is kept, besides those of the host.
-        tensors: kept by value, on the device: buffers are small.
-    """
-
-    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        self._device = device
-        self._host_random = HostRandomState()
-        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = [torch.empty_like(t) for t in self._tensors]
-        if self._values:
-            copy_all(self._values, self._tensors)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        self._host_random.restore()
-        if self._random is not None:
-            # Where the state of the device's own generator is set, cuDNN's recurrent networks begin their dropout anew:
-            # this sets the state that another generator shares with it.
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            torch.cuda.default_generators[index].graphsafe_get_state().set_state(self._random)
-        _put_back(self._tensors, self._values)
-
-
-class Backup:
-    """Like `ScratchState`, of parameters and optimizer state, which are large.
-
-    Args:
-        device, tensors: see `ScratchState`.
+        tensors: kept by value.
         room: bytes that copies may take on the device. Where they need more, they lie in memory of the host.
     """
 
-    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], room: int = 0) -> None:
-        self._random = ScratchState(device, ())
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], room: float = 0) -> None:
+        self._device = device
+        self._host_random = HostRandomState()
+        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._tensors = [local_tensor(t.detach()) for t in tensors]
         fits = sum(t.nbytes for t in self._tensors) <= room
         self._values = [t.clone() for t in self._tensors] if fits else _on_host(self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
-        self._random.restore()
-        _put_back(self._tensors, self._values)
+        """Put everything back. That is no change of tensors: what autograd has saved before is what it was."""
+        self._host_random.restore()
+        if self._random is not None:
+            # Where the state of the device's own generator is set, cuDNN's recurrent networks begin their dropout anew:
+            # this sets the state that another generator shares with it.
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            torch.cuda.default_generators[index].graphsafe_get_state().set_state(self._random)
+        with keep_versions(tuple(x for x in self._tensors if not x.is_inference())):
+            for tensor, value in zip(self._tensors, self._values, strict=True):
+                tensor.copy_(value)
 
 
-def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy values back. That is no change: what autograd has saved before is what it was."""
-    with keep_versions(tuple(x for x in tensors if not x.is_inference())):
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+class ScratchState(Backup):
+    """The same of tensors that are small: they are kept on the device."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(device, tensors, math.inf)
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
