@@ -93,13 +93,8 @@ def _traced_from(frame: types.FrameType, line: int) -> str | None:
 
 
 def _is_user_code(frame: types.FrameType) -> bool:
-    path = frame.f_code.co_filename
-    if path.startswith("<") and not path.startswith("<ipython"):  # generated code, frozen modules
-        return False
-    if path.startswith(_STDLIB) and "-packages" + os.sep not in path:  # contextlib, logging, copy, ...
-        return False
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package not in _packages
+    return package not in _packages and is_user_file(frame.f_code.co_filename)
 
 
 def is_library_file(path: str) -> bool:
@@ -108,8 +103,8 @@ def is_library_file(path: str) -> bool:
 
 
 def is_user_file(path: str) -> bool:
-    """`user_location`'s rule for a source file named in a traceback or a compiler's message."""
-    if path.startswith("<") and not path.startswith("<ipython"):
+    """Whether a source file is neither the library's nor of the packages that are never the user's."""
+    if path.startswith("<") and not path.startswith("<ipython"):  # generated code, frozen modules
         return False
     _, found, tail = path.rpartition("-packages" + os.sep)
     if found:
