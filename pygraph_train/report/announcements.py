@@ -59,13 +59,8 @@ def tell_once(text: str) -> None:
     log.warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -> str:
-    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the note for the report.
-
-    Args:
-        config: options.
-        why: the reason, where neither the environment nor the options switched graphs off.
-    """
+def tell_why_off(config: PyGraphConfig | BackendOptions) -> str:
+    """Warn that graphs are off, unless `engine="off"` was asked for. Returns the note for the report."""
     problem = lacking()  # which says so itself
     if disabled_by_environment():
         tell_once(_DISABLED)
@@ -74,8 +69,8 @@ def tell_why_off(config: PyGraphConfig | BackendOptions, why: str = NO_DEVICE) -
         return str(problem)
     if config.engine == "off":
         return "graphs are off: steps run as you wrote them"
-    tell_once(why)
-    return why
+    tell_once(NO_DEVICE)
+    return NO_DEVICE
 
 
 def show(report: StepReport) -> None:
