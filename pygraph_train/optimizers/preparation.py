@@ -43,11 +43,11 @@ from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import addresses_of, is_alone, local_tensor, local_tensors
 from pygraph_train.torch_private.optim import (
+    attributes_of_fused_steps,
     count_optimizer_step,
     let_scaler_in,
     optimizer_step_hook_tables,
     optimizer_step_override,
-    private_attributes_of,
 )
 
 _FLAGS = ("capturable", "fused", "foreach")
@@ -118,7 +118,6 @@ class OptimizerPreparation:
             self._handles.append(
                 optimizer.register_step_pre_hook(functools.partial(surely, self._before_step, UPDATE))
             )
-        self._put_attributes_back = private_attributes_of(optimizer)
         self._note_homes()
         self._make_rates()
 
@@ -254,6 +253,8 @@ class OptimizerPreparation:
     def _swap_in(self, groups: _Groups) -> None:
         self._fill_rates()
         self._move_host_state()
+        table, names = attributes_of_fused_steps(self._optimizer)
+        self._saved += [(table, name, table.get(name, _MISSING)) for name in names]
         for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
             changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
@@ -272,8 +273,6 @@ class OptimizerPreparation:
                 group.pop(key, None)
             else:
                 group[key] = value
-        if self._class is not None:
-            self._put_attributes_back()
 
     def sync(self) -> None:
         """Do in Python what a replayed `step()` has to have done: learning rates that changed are copied into their

@@ -56,17 +56,9 @@ def count_optimizer_step(optimizer: Any) -> None:
         optimizer._opt_called = True
 
 
-def private_attributes_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Note the optimizer's attributes that fused steps set or need. Each call puts them back (torch 2.11, 2.13)."""
-    names = {"_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"}
-    saved = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
-
-    def put_back() -> None:
-        for name in names - saved.keys():
-            vars(optimizer).pop(name, None)
-        vars(optimizer).update(saved)
-
-    return put_back
+def attributes_of_fused_steps(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A table, and the names in it that fused steps set or need (torch 2.11, 2.13)."""
+    return vars(optimizer), ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
 def step_supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
