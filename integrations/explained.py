@@ -64,7 +64,7 @@ def _subject(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any, manu
         from pygraph_train.integrations.lightning.explained import subject_of_module
 
         return subject_of_module(step, args, kwargs)
-    accelerate = sys.modules.get("pygraph_train.integrations.accelerate.step")
+    accelerate = sys.modules.get("pygraph_train.integrations.accelerate.plugin")
     if accelerate is not None and isinstance(step, accelerate.GraphedStepFunction):
         from pygraph_train.integrations.accelerate.explained import subject_of_step
 

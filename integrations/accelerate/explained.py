@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
-from pygraph_train.integrations.accelerate.step import GraphedStepFunction
+from pygraph_train.integrations.accelerate.plugin import GraphedStepFunction
 from pygraph_train.patches import nothing
 
 _CALLS = (

@@ -39,12 +39,12 @@ except ImportError as error:
 
 from pygraph_train.boundary import BACKWARD, SETTING_UP, arranged, executes, quietly, surely, tried
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.parallel.replication import Replicas, why_not_spread
 from pygraph_train.patches import nothing
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import metrics_of, tell_once
 from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.step.function_step import FunctionStep
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.sizes import rows_stay
 
@@ -305,6 +305,25 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         if self.pygraph is not None:
             self.pygraph.release()  # before the process group goes
         super().end_training()
+
+
+class GraphedStepFunction(FunctionStep):
+    """A training step of an Accelerate loop. Made by `accelerator.graphed_step`.
+
+    Args:
+        fn, loop: see `FunctionStep`.
+        accelerator: whose `backward`, optimizers and schedulers `fn` uses.
+
+    Attributes:
+        accelerator: as given.
+    """
+
+    _made_by = "accelerator.graphed_step"
+
+    def __init__(self, fn: Callable[..., Any], accelerator: Any, loop: Loop) -> None:
+        super().__init__(fn, loop)
+        self.accelerator = accelerator
+        loop.patience = 1  # a whole step has met its optimizer
 
 
 class Accelerator(_Graphed):
