@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
-from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
+from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.indirection import MovableInputs
-from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.patches import not_collecting
 from pygraph_train.problems import user_location
@@ -183,15 +182,6 @@ class CudaEngine:
         _shared[self.device] = self._shared
         self._pool = _Pool()
 
-    @property
-    def rewrites_numbers(self) -> bool:
-        """Whether the nodes of a graph can be read here."""
-        try:
-            driver()
-        except IndirectionUnavailable:
-            return False
-        return True
-
     @contextmanager
     def scratch_pool(self, pool: Any = None) -> Iterator[_Pool]:
         usual, self._pool = self._pool, pool or _Pool()
@@ -238,7 +228,7 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
 
     def capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
-        with _allocating, _one_capture, not_collecting():
+        with _allocating, _one_capture(), not_collecting():
             return self._capture(fn)
 
     def _capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:

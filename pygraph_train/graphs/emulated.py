@@ -8,7 +8,6 @@ everything that is built on graphs; it is slower than plain PyTorch.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -62,11 +61,9 @@ class EmulatedEngine:
 
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
-    rewrites_numbers: bool = True
 
     def __init__(self) -> None:
         self._closed = False
-        self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
 
     def scratch_pool(self, pool: Any = None) -> AbstractContextManager[Any]:
         """A pool is a name only: see `allocating_in`."""
@@ -96,7 +93,7 @@ class EmulatedEngine:
         """
         if self._closed:
             raise RuntimeError("this emulated engine is closed: it cannot capture any more")
-        with _one_capture:
+        with _one_capture():
             return self._capture(fn)
 
     def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
@@ -116,9 +113,7 @@ class EmulatedEngine:
             tape.undo()
         if tape.refusal is not None:  # user code had swallowed it: the tape lacks something
             raise tape.refusal
-        graph = EmulatedGraph(tape.operations)
-        self._graphs.add(graph)
-        return graph, result
+        return EmulatedGraph(tape.operations), result
 
     def movable(self, inputs: Sequence[torch.Tensor]) -> CopiedInputs:
         """By copies, where a GPU has pointers."""

@@ -73,15 +73,15 @@ class Graph(Protocol):
         """Enqueue the recorded work once."""
 
     def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberWriter:
-        """Find Python numbers in the captured operations of certain names, where the engine `rewrites_numbers`.
+        """Find Python numbers in the captured operations of certain names.
 
         Args:
             sets: numbers that an operation holds together. Each occurs nowhere else in the capture, and all differ. An
                 empty set says that an operation may hold none.
             kernels: parts of the names of the operations.
         Raises:
-            NumbersNotFound: an operation of such a name does not hold each number of just one set once, or a set
-                is in no operation.
+            NumbersNotFound: an operation of such a name does not hold each number of just one set once, a set is in
+                no operation, or nobody can replace numbers here.
         """
 
     def close(self) -> None:
@@ -141,10 +141,6 @@ class Engine(Protocol):
 
     name: str
     device: torch.device
-
-    @property
-    def rewrites_numbers(self) -> bool:
-        """Whether Python numbers that a capture of it has seen can be replaced, see `Graph.numbers`."""
 
     def scratch_pool(self, pool: Any = None) -> AbstractContextManager[Any]:
         """Context in which captures allocate from a pool that is gone once it and their graphs are.

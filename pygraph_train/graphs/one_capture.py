@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pygraph_train.boundary import rehearsal
 
@@ -13,16 +13,11 @@ _WAIT = 30.0
 
 
 class OneCapture:
-    """Context for a capture. Those of other threads come one after another.
-
-    Raises:
-        RuntimeError: on entry; this thread captures already, or another one does for too long.
-    """
+    """Makes contexts for captures. Those of several threads come one after another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
-        self._rehearsal: AbstractContextManager[None] = rehearsal()
 
     @property
     def anywhere(self) -> bool:
@@ -34,16 +29,19 @@ class OneCapture:
         """Whether this thread captures."""
         return self._thread == threading.get_ident()
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Around a capture.
+
+        Raises:
+            RuntimeError: this thread captures already, or another one does for too long.
+        """
         if self.here or not self._lock.acquire(timeout=_WAIT):
             raise RuntimeError("another capture is under way: a process captures one graph at a time")
         self._thread = threading.get_ident()
-        self._rehearsal = rehearsal()
-        self._rehearsal.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._rehearsal.__exit__(None, None, None)
-        self._thread = None
-        self._lock.release()
+        try:
+            with rehearsal():
+                yield
+        finally:
+            self._thread = None
+            self._lock.release()

@@ -414,7 +414,7 @@ class OptimizerGraph:
         parts = iter(inputs.stand_ins)
         stand_ins = [None if g is None else as_part_of(g, next(parts)) for g in gradients]
         put_back = self.scaling.notes()
-        numbers = preparation.live_numbers(self._engine)
+        numbers = preparation.live_numbers()
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
                 p.grad = s

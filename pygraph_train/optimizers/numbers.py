@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
+from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.patches import nothing
 
 
@@ -50,20 +50,17 @@ class LiveNumbers:
     Args:
         optimizer: of torch.
         entries: hyperparameters that fused kernels take: position in `hyperparameters()`, number of the group, and key.
-        engine: of the capture.
         kernels: parts of the names of the fused kernels, see `Graph.numbers`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        entries: Iterable[tuple[int, int, str]],
-        engine: Engine,
+        entries: Sequence[tuple[int, int, str]] = (),
         kernels: Sequence[str] = (),
     ) -> None:
         self.optimizer = optimizer
         self._kernels = kernels
-        entries = list(entries) if engine.rewrites_numbers else []
         self._groups = sorted({group for _, group, _ in entries})
         self._places = list(_open(optimizer, entries))
         self._marks = [_mark(index) for index in range(len(self._places))]

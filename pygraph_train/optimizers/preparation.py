@@ -366,10 +366,10 @@ class OptimizerPreparation:
             baked = [tuple(value) if type(value) is list else value for value in baked]
         return tuple(baked)
 
-    def live_numbers(self, engine: Engine) -> LiveNumbers:
+    def live_numbers(self) -> LiveNumbers:
         """For a capture: the hyperparameters that its replays can read anew."""
         if self._class not in FUSED or self._closed or self._numbers_stay:
-            return LiveNumbers(self._optimizer, (), engine)
+            return LiveNumbers(self._optimizer)
         entries = [
             (4 + g * (2 + len(self._keys)) + k, g, key)
             for g, group in enumerate(self._optimizer.param_groups)
@@ -377,7 +377,7 @@ class OptimizerPreparation:
             for k, key in enumerate(self._keys)
             if key in FUSED_NUMBERS[self._class]
         ]
-        return LiveNumbers(self._optimizer, entries, engine, FUSED_KERNELS)
+        return LiveNumbers(self._optimizer, entries, FUSED_KERNELS)
 
     def numbers_stay(self) -> None:
         """Later captures leave no hyperparameters open: they could not be found in a capture."""

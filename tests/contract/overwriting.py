@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def replays_overwrite(patch: pytest.MonkeyPatch) -> None:
         pool = vars(self).setdefault("_pool", _Pool())
         held = pool.held(_taped(self))
         graph, result = capture(self, fn)
+        vars(self).setdefault("_graphs", WeakSet()).add(graph)
         graph._footprint = pool.add(graph, held, list(_taped(self)))
         return graph, result
 
@@ -58,7 +60,9 @@ def replays_overwrite(patch: pytest.MonkeyPatch) -> None:
 
 def _taped(engine: Any) -> Iterator[torch.Tensor]:
     """The tensors that graphs hold: those of a device hold none."""
-    return (t for graph in list(engine._graphs) for o in graph._operations for t in o.tensors())
+    return (
+        t for graph in list(vars(engine).get("_graphs", ())) for o in graph._operations for t in o.tensors()
+    )
 
 
 @dataclass
