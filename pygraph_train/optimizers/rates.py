@@ -33,10 +33,5 @@ class LearningRate:
         self.seen = lr
         if isinstance(lr, Tensor) or lr == self._value:
             return
-        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            # The copy would become part of the graph and undo every later change of the learning rate.
-            raise RuntimeError(
-                "the learning rate changed inside a capture; enter prepared() before capturing"
-            )
         self._value = float(lr)
         self.tensor.fill_(self._value)
