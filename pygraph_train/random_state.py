@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -74,13 +73,3 @@ def _put_back(generator: str, state: Any) -> None:
             one.set_state(torch.tensor(its, dtype=torch.uint8, device="cpu"))
     else:
         torch.set_rng_state(state)
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Context for what draws from Python's `random` and must not change what a loop draws."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.patches import nothing
-from pygraph_train.random_state import random_numbers_kept
+from pygraph_train.random_state import HostRandomState
 
 _OF_THE_TRAINER = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_schedulers")
 
@@ -53,13 +53,14 @@ def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
     trainer = getattr(module, "_trainer", None)
     if trainer is not None and trainer.optimizers:
         return list(trainer.optimizers), []
-    kept = list(chain(module.parameters(), module.buffers(), [trainer]))
+    kept, random_state = list(chain(module.parameters(), module.buffers(), [trainer])), HostRandomState()
     try:
-        with random_numbers_kept(), torch.random.fork_rng(devices=[]):
-            # the copy has the same tensors: nothing of the module changes, and no memory is taken
-            configured = copy.deepcopy(module, {id(thing): thing for thing in kept}).configure_optimizers()
+        # the copy has the same tensors: nothing of the module changes, and no memory is taken
+        configured = copy.deepcopy(module, {id(thing): thing for thing in kept}).configure_optimizers()
     except Exception as error:
         return [], [f"configure_optimizers could not be examined: {type(error).__name__}: {error}"]
+    finally:
+        random_state.restore()
     return list(_found_in(configured)), ["configure_optimizers ran once, on a copy of the module."]
 
 
