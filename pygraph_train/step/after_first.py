@@ -28,15 +28,18 @@ class AfterFirstStep:
     Args:
         result: what the first step returned.
         optimizer: which the step has stepped, None where the caller does so.
+
+    Attributes:
+        close: called when there will be no second step.
     """
 
     def __init__(self, result: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        self._undo = weakref.finalize(self, _forget, _remember(result))
+        self.close = weakref.finalize(self, _forget, _remember(result))
         self._state = None if optimizer is None else _state_of(optimizer)
 
     def end(self) -> str | None:
         """Before the second step. Returns a sentence about an update of the caller, None where there was none."""
-        self._undo()
+        self.close()
         if self._state is None:
             return None
         state, key, tensor, value = self._state
@@ -47,10 +50,6 @@ class AfterFirstStep:
             "gradients update the parameters twice. Remove optimizer.step() from the loop, or make the step "
             "without optimizer="
         )
-
-    def close(self) -> None:
-        """There will be no second step."""
-        self._undo()
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], str, Tensor, Tensor] | None:

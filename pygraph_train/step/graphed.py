@@ -275,20 +275,13 @@ class GraphedStep(NotCopied):
         self.close()
 
     def _second_step(self, first: AfterFirstStep) -> None:
-        """Tell what the caller has done since the first one."""
-        told = first.end()
+        """Tell what the caller has done since the first one, unless other steps update some of the same parameters."""
+        told, mine = first.end(), set(map(id, optimized(self.program.optimizer)))
         self._after_first = None
-        if told is not None and not self._shares_optimizer():
+        others = [other.program.optimizer for other in list(_all) if other is not self and other._made]
+        if told is not None and all(mine.isdisjoint(map(id, optimized(other))) for other in others):
             self._report.note(told)
             tell_once(told)
-
-    def _shares_optimizer(self) -> bool:
-        """Whether another one, which has made steps, updates some of the same parameters."""
-        mine = _updated_by(self)
-        return any(
-            other is not self and other._made and not mine.isdisjoint(_updated_by(other))
-            for other in list(_all)
-        )
 
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self._transfer is not None
@@ -299,11 +292,6 @@ class GraphedStep(NotCopied):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _updated_by(steps: GraphedStep) -> set[int]:
-    """Ids of the parameters that these steps update."""
-    return set(map(id, optimized(steps.program.optimizer)))
 
 
 def _check_manual(optimizer: Any, scaler: Any, max_grad_norm: float | None) -> None:
