@@ -234,11 +234,6 @@ class Boundary:
         self._tell, self._rest = tell, rest
         self._failures = 0
 
-    @property
-    def resting(self) -> bool:
-        """Whether every further piece is made as the user wrote it."""
-        return self._failures >= _MOST_FAILURES
-
     def make(self, ours: Callable[..., Any], plain: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Make a piece of a step exactly once, by `ours` or by `plain` with these arguments. Hot path.
 
@@ -275,14 +270,14 @@ class Boundary:
     def _failed(self, error: Exception) -> None:
         """Say what has failed, and rest after too many."""
         self._failures += 1
-        rests = " No further step of this training has graphs." if self.resting else ""
+        rests = " No further step of this training has graphs." * (self._failures >= _MOST_FAILURES)
         problem = Problem(
             f"pygraph-train failed in itself, and the step ran as it is written: {_sentence(error)}.{rests} Please "
             "report this as a bug"
         )
         _log(problem)
         quietly(lambda: self._tell(problem))
-        if self.resting:
+        if rests:
             quietly(self._rest)
 
 
