@@ -21,6 +21,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
+from pygraph_train.optimizers.kernels import FUSED_KERNELS
 from pygraph_train.patches import nothing
 
 
@@ -50,17 +51,14 @@ class LiveNumbers:
     Args:
         optimizer: of torch.
         entries: hyperparameters that fused kernels take: position in `hyperparameters()`, number of the group, and key.
-        kernels: parts of the names of the fused kernels, see `Graph.numbers`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         entries: Sequence[tuple[int, int, str]] = (),
-        kernels: Sequence[str] = (),
     ) -> None:
         self.optimizer = optimizer
-        self._kernels = kernels
         self._groups = sorted({group for _, group, _ in entries})
         self._places = list(_open(optimizer, entries))
         self._marks = [_mark(index) for index in range(len(self._places))]
@@ -105,7 +103,7 @@ class LiveNumbers:
         sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
         places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
         keys = list(dict.fromkeys((place.group, place.key) for place in places))
-        writer = graph.numbers(sets, self._kernels)
+        writer = graph.numbers(sets, FUSED_KERNELS)
         held: list[Any] = []
 
         def write() -> None:

@@ -26,7 +26,6 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import (
     FUSED,
-    FUSED_KERNELS,
     FUSED_NUMBERS,
     NEEDS_FOREACH,
     GroupPlan,
@@ -377,7 +376,7 @@ class OptimizerPreparation:
             for k, key in enumerate(self._keys)
             if key in FUSED_NUMBERS[self._class]
         ]
-        return LiveNumbers(self._optimizer, entries, FUSED_KERNELS)
+        return LiveNumbers(self._optimizer, entries)
 
     def numbers_stay(self) -> None:
         """Later captures leave no hyperparameters open: they could not be found in a capture."""
