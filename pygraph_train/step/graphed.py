@@ -174,7 +174,8 @@ class GraphedStep(NotCopied):
         if torch.compiler.is_dynamo_compiling():  # a step inside of another one runs as it does alone
             break_graph()
         if self._transfer is not None and not (_are_there(args) and _are_there(kwargs)):
-            args, kwargs = self._moved_to_device(args, kwargs)
+            given, move = (args, kwargs), _mover(self._device)
+            args, kwargs = self._transfer(lambda: map_leaves(move, given))
         if self.manual:
             assert self.parts is not None
             return self.parts(*args, **kwargs)
@@ -282,10 +283,6 @@ class GraphedStep(NotCopied):
         if told is not None and all(mine.isdisjoint(map(id, optimized(other))) for other in others):
             self._report.note(told)
             tell_once(told)
-
-    def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        assert self._transfer is not None
-        return self._transfer(lambda: map_leaves(_mover(self._device), (args, kwargs)))
 
     def __enter__(self) -> GraphedStep:
         return self
