@@ -325,8 +325,7 @@ class RecordedRegion(RegionCall):
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
         self.number = region.recordings
         super().__init__(region, given, free_memory(region.owner.engine))
-        with self._memory.used(self._engine):
-            self._static = [self._static_of(t, i) for i, t in enumerate(given)]
+        self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
         self._targets = self._filled()
         self._written_back = [i for i in self._moving if i in region.written]
@@ -343,9 +342,6 @@ class RecordedRegion(RegionCall):
         try:
             self._record(given)
             region.agree(True)
-            for i in self._moving if self._engine.device.type != "cpu" else ():
-                _let_go(local_tensor(self._static[i]))
-            self._targets = self._filled()
         except BaseException:
             self.close()
             raise

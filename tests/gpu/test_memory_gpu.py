@@ -35,24 +35,6 @@ def test_results_of_many_shapes_share_memory() -> None:
     assert reserved[-1] - reserved[1] < all_logits / 2
 
 
-def test_inputs_of_many_shapes_share_memory() -> None:
-    """Each length of a batch has a recording, which reads its batch from fixed memory."""
-    torch.compiler.reset()
-    model = nn.Linear(1 << 17, 8).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
-    step = GraphedStep(
-        lambda x: model(x).square().mean(), model=model, optimizer=optimizer, forward="on", warmup_steps=2
-    )
-    lengths, reserved = [64, *range(72, 136, 4)], []
-    for length in lengths:
-        for _ in range(4):
-            step(torch.randn(length, 1 << 17, device="cuda"))
-        reserved.append(torch.cuda.memory_reserved())
-    assert step.report().to_dict()["phases_from_graphs"]["F"] >= 3 * len(lengths)
-    all_batches = sum(lengths) * 4 << 17  # bytes
-    assert reserved[-1] - reserved[1] < all_batches / 2
-
-
 def test_rare_shapes_compute_in_the_memory_of_graphs() -> None:
     """A batch with fewer rows needs no memory beside that of the graphs for others, nor do its gradients."""
     torch.compiler.reset()
