@@ -22,7 +22,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, Plan
 from pygraph_train.report import step_report, table
 from pygraph_train.report.announcements import metrics_of
 from pygraph_train.report.step_report import Fallback
-from pygraph_train.step import loss_program
+from pygraph_train.step import graphed
 from pygraph_train.step.phase_runner import PhaseRunner
 
 EVENTS = (
@@ -303,7 +303,7 @@ def steps_of(report: type[StepReport], monkeypatch: pytest.MonkeyPatch) -> tuple
         seen.append((self.replayed, self.update_replayed))
 
     with monkeypatch.context() as patch:
-        patch.setattr(loss_program, "StepReport", report)
+        patch.setattr(graphed, "StepReport", report)
         patch.setattr(PhaseRunner, "finish", finish_and_look)
         model = Net()
         optimizer = adamw(model)
