@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
@@ -42,7 +43,8 @@ class FunctionStep(NotCopied):
     """
 
     def __init__(self, fn: Callable[..., Any], loop: Loop) -> None:
-        functools.update_wrapper(self, fn)
+        own = ("__dict__",) * inspect.isfunction(fn)  # what an object holds would hide methods of this one
+        functools.update_wrapper(self, fn, updated=own)
         self.fn, self.loop = fn, loop
         self.name = getattr(fn, "__name__", type(fn).__name__)
 

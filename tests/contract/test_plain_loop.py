@@ -116,6 +116,30 @@ def trained_by_closures(run: Run, model: nn.Module, optimizer: torch.optim.Optim
     return step
 
 
+class Step:
+    """A step that is an object, with attributes of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.make = self.close = self.fn = self.loop = "the user's"
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@same_as_plain(replays=12)
+def test_a_step_by_hand_that_is_an_object(run: Run) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    step = run.step(Step(model, optimizer), model=model, optimizer=optimizer, manual_optimization=True)
+    for batch in batches():
+        step(*batch)
+
+
 @same_as_plain(replays=15, updates=10)
 def test_a_step_by_hand_gives_its_optimizer_a_closure(run: Run) -> None:
     model = Net()
