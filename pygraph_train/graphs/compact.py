@@ -70,7 +70,11 @@ def _beside_others(tensors: Sequence[Tensor], engine: Engine) -> list[Tensor]:
     for t in sorted(rest, key=lambda t: -t.nbytes):
         while t.nbytes < too_large:
             before = torch.cuda.memory_reserved(engine.device)
-            place = torch.empty_like(t)
+            try:
+                place = torch.empty_like(t)
+            except torch.OutOfMemoryError:
+                too_large = t.nbytes
+                break
             if torch.cuda.memory_reserved(engine.device) > before:  # in a new segment
                 too_large = t.nbytes
                 del place
