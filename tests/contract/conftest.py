@@ -50,8 +50,8 @@ def _nobody_writes_where_activations_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(autouse=True)
-def _inputs_of_recordings_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device: a replay overwrites the inputs of other recordings in the same memory."""
+def _nobody_reads_inputs_of_other_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once another recording in the same memory is replayed, nothing reads the inputs of this one."""
     made: weakref.WeakSet[RecordedRegion] = weakref.WeakSet()
     begin, replay = RecordedRegion.__init__, RecordedRegion.replay_forward
 
