@@ -265,14 +265,20 @@ def _tensors(optimizer: Optimizer) -> list[Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 
-def test_settle_keeps_identity_and_values_and_then_rests(engine: CudaEngine) -> None:
-    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(4)]
+def stepped(count: int) -> tuple[list[torch.nn.Parameter], OptimizerPreparation]:
+    """Parameters of 2 MiB with gradients, and their optimizer after a step."""
+    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(count)]
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer = AdamW(params)
     prep = OptimizerPreparation(optimizer, emulated=False)
     with prep.prepared():
         optimizer.step()
+    return params, prep
+
+
+def test_settle_keeps_identity_and_values_and_then_rests(engine: CudaEngine) -> None:
+    _, prep = stepped(4)
     tensors = prep.state_tensors()
     values = [t.clone() for t in tensors]
     prep.settle(engine)
@@ -286,13 +292,7 @@ def test_settle_keeps_identity_and_values_and_then_rests(engine: CudaEngine) -> 
 
 def test_settle_fills_what_other_tensors_leave_of_their_segments(engine: CudaEngine) -> None:
     """DDP makes its buckets in memory that activations had, and keeps large segments by them."""
-    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(64)]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer = AdamW(params)
-    prep = OptimizerPreparation(optimizer, emulated=False)
-    with prep.prepared():
-        optimizer.step()
+    params, prep = stepped(64)
     for p in params:
         p.grad = None
     torch.cuda.empty_cache()
@@ -332,13 +332,7 @@ def test_scaler_step_of_default_sgd_reads_nothing_back() -> None:
 
 
 def test_settle_has_little_of_the_state_in_memory_twice(engine: CudaEngine) -> None:
-    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(64)]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer = AdamW(params)
-    prep = OptimizerPreparation(optimizer, emulated=False)
-    with prep.prepared():
-        optimizer.step()
+    _, prep = stepped(64)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
