@@ -17,7 +17,7 @@ from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.core.region import PhaseRegion
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.engine import CaptureError, NumbersNotFound
 from pygraph_train.optimizers import preparation
 from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -30,11 +30,21 @@ __all__ = [
     "Plant",
     "nothing_compares_equal",
     "nothing_is_captured",
+    "numbers_are_not_found",
     "replays_are_wrong",
     "steps_fail",
 ]
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def numbers_are_not_found(patch: pytest.MonkeyPatch) -> None:
+    """Graphs keep the hyperparameters of their capture, as where nobody can read their nodes."""
+
+    def numbers(graph: Any, sets: Any, kernels: Any) -> Any:
+        raise NumbersNotFound("not found")
+
+    patch.setattr(EmulatedGraph, "numbers", numbers)
 
 
 def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = None) -> Callable[[], int]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import numbers_are_not_found
 from torch import nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
@@ -23,11 +24,7 @@ FOLLOWS = pytest.mark.notices("replays keep the hyperparameters of their capture
 @pytest.fixture
 def no_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds on CUDA: an engine that bakes numbers in for good."""
-    monkeypatch.setattr(EmulatedGraph, "numbers", not_found)
-
-
-def not_found(graph: Any, sets: Any, kernels: Any) -> Any:
-    raise NumbersNotFound("not found")
+    numbers_are_not_found(monkeypatch)
 
 
 def compare(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from faults import numbers_are_not_found
 from replays import text_of
 from torch import Tensor, nn
 from training import Diary, Net, adam, adamw, batches, both, loss_of, sgd
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
-from pygraph_train.graphs.engine import NumbersNotFound
 
 OFF = {"forward": "off", "backward": "off"}
 OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [adamw, sgd])
@@ -202,14 +202,10 @@ def test_the_scaler_skips_steps_in_the_optimizers_graph(clip):
     assert report.optimizer_steps_replayed >= 40, str(report)
 
 
-def numbers_not_found(graph: Any, sets: Any, kernels: Any) -> Any:
-    raise NumbersNotFound("not found")
-
-
 @pytest.mark.parametrize(("rewrites", "captures"), [(False, 4), (True, 3)])
 def test_hyperparameters_loaded_state_and_new_groups_are_noticed(rewrites, captures, monkeypatch):
     if not rewrites:
-        monkeypatch.setattr(EmulatedGraph, "numbers", numbers_not_found)
+        numbers_are_not_found(monkeypatch)
 
     def script(diary: Diary) -> None:
         model, late = Net(), nn.Linear(6, 3)
@@ -235,7 +231,7 @@ def test_hyperparameters_loaded_state_and_new_groups_are_noticed(rewrites, captu
 
 
 def test_a_hyperparameter_that_changes_on_every_step_ends_it(monkeypatch):
-    monkeypatch.setattr(EmulatedGraph, "numbers", numbers_not_found)
+    numbers_are_not_found(monkeypatch)
 
     def script(diary: Diary) -> None:
         model = Net()
