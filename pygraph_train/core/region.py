@@ -1149,9 +1149,9 @@ _MANY_PENDING = Problem(
     fix="Call it with all inputs in one batch, or call backward after each call",
 )
 _OTHER_BACKWARD = Problem(
-    "a backward runs without a graph: it is called under another autocast or of other results than those before, or "
-    "FSDP gathers or reduces something else",
-    fix="Call backward outside of autocast, of the loss",
+    "a backward runs without a graph: those before were called under another autocast or of other results, or FSDP has "
+    "gathered parameters since the forward, or reduces gradients in another way",
+    fix="Call backward of the loss, outside of autocast",
 )
 RARE = Problem(
     "a step differs from those that have graphs, by the shapes of its batch or by a branch, and such steps are rare",
