@@ -53,7 +53,10 @@ def _beside_others(tensors: Sequence[Tensor], engine: Engine) -> list[Tensor]:
         return list(tensors)
     own = set(map(Tensor.data_ptr, tensors))
     kept, free = [], 0
+    here = (0, 0), engine.device.index, torch.cuda.current_stream(engine.device).cuda_stream
     for segment in torch.cuda.memory_snapshot():
+        if (segment["segment_pool_id"], segment["device"], segment["stream"]) != here:
+            continue  # a graph's, or another device's: what is allocated here never lies there
         taken = [b for b in segment["blocks"] if b["state"] != "inactive" and b["address"] not in own]
         if sum(b["size"] for b in taken) * _FEW > segment["total_size"]:
             kept.append(range(segment["address"], segment["address"] + segment["total_size"]))
