@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from pygraph_train.torch_private.memory import local_tensor
 _SAMPLES = 256
 
 _PART = 1 << 21
-"""Elements that are looked at together. torch converts what it adds up, and makes a copy for that."""
+"""Elements that are looked at together, where torch makes a copy of them for that."""
 
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
@@ -71,10 +71,10 @@ class Fingerprint:
         exact, norms, samples = [], [], []
         # one after the other, and in parts: a copy of all gradients would be as large as the model
         for g in real:
-            parts = _in_memory(g).split(_PART)
-            exact.append(_sum([_bits(part).sum(dtype=torch.int64) for part in parts]))
+            flat = _in_memory(g)
+            exact.append(_sum([part.sum(dtype=torch.int64) for part in _integers(flat)]))
             if distances:
-                norms.append(_norm(parts))
+                norms.append(_norm(flat.split(_PART)))
                 samples.append(_sampled(g))
         empty = torch.zeros(0)
         rounding = [_rounding(t.dtype) for t in real if distances]
@@ -238,9 +238,15 @@ def _sum(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
 
 
-def _bits(flat: Tensor) -> Tensor:
-    """The same memory as integers."""
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+def _integers(flat: Tensor) -> Iterator[Tensor]:
+    """The same memory as integers: of 8 bytes, which torch adds up without a copy, and what is left of it."""
+    size = flat.element_size()
+    whole = flat.numel() * size // 8 * 8 // size
+    aligned = flat.data_ptr() % 8 == flat.storage_offset() * size % 8 == 0
+    for part in (flat[:whole],) if aligned else flat[:whole].split(_PART):
+        yield (part if aligned else part.clone()).view(torch.int64)
+    if whole < flat.numel():
+        yield flat[whole:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
 
 
 class Audits:

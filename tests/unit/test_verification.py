@@ -78,3 +78,16 @@ def test_a_tensor_in_which_noisy_runs_agree_may_differ_by_rounding(apart: float,
     for seed in range(1, 4):
         known.add(both(1e-7, seed))
     assert (known.refuse(both(1e-7, 9, apart)) is None) == allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("numel", [0, 1, 3, 8, 1001])
+def test_equal_bits_give_equal_fingerprints_wherever_they_lie(dtype: torch.dtype, numel: int) -> None:
+    held = torch.randn(numel + 1).to(dtype)
+    for tensor in (held[:numel], held[1:], torch.stack([held] * 3).t()):
+        there, copy = (Fingerprint.of([t], distances=False) for t in (tensor, tensor.clone()))
+        assert there.same_bits(copy)
+        if tensor.numel():
+            other = tensor.clone()
+            other[-1] = ~tensor[-1] if dtype == torch.bool else tensor[-1] + 1
+            assert not there.same_bits(Fingerprint.of([other], distances=False))
