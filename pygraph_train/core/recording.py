@@ -646,38 +646,40 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def run_plainly(
-    region: PhaseRegion, given: Sequence[Any], asked: frozenset[int]
+    region: PhaseRegion, given: Sequence[Any], asked: frozenset[int], memory: Memory
 ) -> tuple[list[Any], list[Tensor | None]] | None:
     """What a region and a backward of some of its outputs give without a graph: outputs and gradients.
 
     Args:
         given: what is written of them stays as it is, but for fixed ones.
         asked: the outputs. Where one of them has no gradient, the result is None.
+        memory: where it computes. Forward and backward have workspaces of cuBLAS one after the other, as recordings do.
     """
     moving = {i for i in region.written if i not in region.fixed}
-
-    inputs = [
-        t if region.itself(t) else _as_leaf(t, i in region.fixed, copied=i in moving)
-        for i, t in enumerate(given)
-    ]
+    engine = region.owner.engine
+    with memory.used(engine):
+        inputs = [
+            t if region.itself(t) else _as_leaf(t, i in region.fixed, copied=i in moving)
+            for i, t in enumerate(given)
+        ]
+        with torch.set_grad_enabled(not region.inference):
+            outputs = region.run(*inputs)
     leads = {
         i: t
         for i, t in enumerate(inputs)
         if isinstance(t, Tensor) and t.requires_grad and not region.inference
     }
-    with torch.set_grad_enabled(not region.inference):
-        outputs = region.run(*inputs)
     gradients: list[Tensor | None] = []
     if asked:
         if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
             return None
-        seeds = [_sample_seed(region, i, outputs[i].detach()) for i in sorted(asked)]
         keys = _keys_of(region, given, leads)
         places = [region.owner.gradients.get(key or 0) for key in keys if region.adds]
         if lie := [place for place in places if place is not None]:
             _empty(lie)
         placing = region.owner.placing(keys, list(leads.values()), adds=region.adds)
-        with region.as_in_backwards(), placing as gradients:
+        with memory.used(engine), region.as_in_backwards(), placing as gradients:
+            seeds = [_sample_seed(region, i, outputs[i].detach()) for i in sorted(asked)]
             outs = [outputs[i] for i in sorted(asked)]
             region.differentiate(outs, seeds, list(leads.values()), keeps=False)
     written = [inputs[i].detach() for i in sorted(moving)]

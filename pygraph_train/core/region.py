@@ -1061,10 +1061,8 @@ class PhaseRegion:
         owner = self.owner
         kept = [] if owner.sharding is None else owner.sharding.kept
         with self._undone(given):
-            memory = free_memory(self.owner.engine)
-            counted = nullcontext() if self.votes is None else Collectives(self)
-            with memory.used(self.owner.engine), counted:
-                made = run_plainly(self, given, asked)
+            with nullcontext() if self.votes is None else Collectives(self):
+                made = run_plainly(self, given, asked, free_memory(owner.engine))
             if owner.sharding is not None and made is not None:
                 after = owner.sharding.kept
                 self.keeps_like = [b if a is None else a for a, b in zip(after, kept, strict=True)]
