@@ -325,7 +325,8 @@ class RecordedRegion(RegionCall):
     def __init__(self, region: PhaseRegion, given: Sequence[Any], *, overlaps: bool = False) -> None:
         self.number = region.recordings
         super().__init__(region, given, free_memory(region.owner.engine))
-        self._static = [self._static_of(t, i) for i, t in enumerate(given)]
+        with self._memory.used(self._engine):
+            self._static = [self._static_of(t, i) for i, t in enumerate(given)]
         self._overlap = [i for i in self._moving if overlaps_itself(local_tensor(self._static[i]))]
         self._targets = self._filled()
         self._written_back = [i for i in self._moving if i in region.written]
@@ -342,12 +343,21 @@ class RecordedRegion(RegionCall):
         try:
             self._record(given)
             region.agree(True)
+            self._share_inputs()
         except BaseException:
             self.close()
             raise
         keyed = zip(self.leads, self._keys, strict=True) if overlaps else ()
         self.overwrites = [i for i, key in keyed if key is not None]
         self._overwritten = picker(self.overwrites)
+
+    def _share_inputs(self) -> None:
+        """Let other recordings use the memory of inputs: each call writes them before it reads them."""
+        if self._engine.name == "cuda":
+            for i in self._moving:
+                if not self._static[i].requires_grad:
+                    _let_go(local_tensor(self._static[i]))
+            self._targets = self._filled()
 
     def _filled(self) -> list[Tensor]:
         """What `_load` writes.
@@ -364,7 +374,10 @@ class RecordedRegion(RegionCall):
         else:
             part = local_tensor(value.detach())
             place = torch.empty_like(span(part))
-            static = as_part_of(value.detach(), place.as_strided(part.shape, part.stride(), 0))
+            lies = place.as_strided(part.shape, part.stride(), 0)
+            if not value.requires_grad:  # autocast keeps casts of leaves that are no views
+                lies = lies.data
+            static = as_part_of(value.detach(), lies)
         return static.requires_grad_(value.requires_grad)
 
     def _record(self, given: Sequence[Any]) -> None:

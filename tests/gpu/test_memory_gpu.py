@@ -38,6 +38,8 @@ def test_results_of_many_shapes_share_memory() -> None:
 def test_rare_shapes_compute_in_the_memory_of_graphs() -> None:
     """A batch with fewer rows needs no memory beside that of the graphs for others, nor do its gradients."""
     torch.compiler.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # copies for comparisons lie where memory was free before
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(16)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
     step = GraphedStep(
@@ -79,3 +81,23 @@ def test_gradients_lie_where_activations_lay() -> None:
         del model, optimizer, x, step
     gradients = 16 * 2048 * 2048 * 4  # bytes
     assert peaks[1] - peaks[0] < gradients / 4, peaks
+
+
+def test_inputs_of_many_shapes_share_memory() -> None:
+    """Each length of a batch has a recording, which reads its batch from fixed memory."""
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = nn.Linear(1 << 17, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
+    step = GraphedStep(
+        lambda x: model(x).square().mean(), model=model, optimizer=optimizer, forward="on", warmup_steps=2
+    )
+    lengths, reserved = [64, *range(72, 136, 4)], []
+    for length in lengths:
+        for _ in range(4):
+            step(torch.randn(length, 1 << 17, device="cuda"))
+        reserved.append(torch.cuda.memory_reserved())
+    assert step.report().to_dict()["phases_from_graphs"]["F"] >= 3 * len(lengths), step.report()
+    all_batches = sum(lengths) * 4 << 17  # bytes
+    assert reserved[-1] - reserved[1] < all_batches / 2, reserved
