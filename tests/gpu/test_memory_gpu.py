@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,17 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_new_process() -> None:
+    """Copies for comparisons lie where memory was free before, so that the peak of earlier tests is part of it."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
 def test_results_of_many_shapes_share_memory() -> None:
     """A language model returns its logits in each step, and each length of a batch has a recording."""
-    torch.compiler.reset()
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1 << 16)).cuda()
 
     def step_fn(x: Tensor) -> dict[str, Tensor]:
@@ -37,9 +47,6 @@ def test_results_of_many_shapes_share_memory() -> None:
 
 def test_rare_shapes_compute_in_the_memory_of_graphs() -> None:
     """A batch with fewer rows needs no memory beside that of the graphs for others, nor do its gradients."""
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()  # copies for comparisons lie where memory was free before
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(16)]).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
     step = GraphedStep(
@@ -85,9 +92,6 @@ def test_gradients_lie_where_activations_lay() -> None:
 
 def test_inputs_of_many_shapes_share_memory() -> None:
     """Each length of a batch has a recording, which reads its batch from fixed memory."""
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     model = nn.Linear(1 << 17, 8).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, fused=True)
     step = GraphedStep(
