@@ -749,7 +749,8 @@ class PhaseRegion:
     ) -> None:
         """Add the gradients of `leads` to their `.grad`; `keeps`: another backward may come."""
         inputs = leads if self.owner.sharding is None else self.owner.sharding.gathered(leads)
-        torch.autograd.backward(outputs, seeds, retain_graph=keeps, inputs=inputs)
+        inputs = list(filter(_needs_gradient, inputs))  # FSDP's may be frozen since the forward
+        torch.autograd.backward(outputs, seeds, retain_graph=keeps, inputs=inputs or None)
 
     def communicating(self) -> AbstractContextManager[None]:
         """Inside of each capture."""
@@ -1147,8 +1148,8 @@ _MANY_PENDING = Problem(
     fix="Call it with all inputs in one batch, or call backward after each call",
 )
 _OTHER_BACKWARD = Problem(
-    "a backward runs without a graph: those before were called under another autocast or of other results, or FSDP has "
-    "gathered parameters since the forward, or reduces gradients in another way",
+    "a backward runs without a graph: those before were called under another autocast or of other results, or since "
+    "the forward FSDP has gathered parameters, reduces gradients in another way, or found some frozen",
     fix="Call backward of the loss, outside of autocast",
 )
 RARE = Problem(

@@ -118,9 +118,13 @@ class Sharding:
 
     @property
     def reduces(self) -> tuple[Any, ...]:
-        """Whether gradients wait for a later backward; for each group how the next one reduces them. Hot path."""
+        """Whether gradients wait for a later backward, which parameters get some, and how each group reduces them.
+
+        Hot path.
+        """
         waits = any(gradient is not None for gradient in self.kept)
-        return waits, *map(settings_of, self._groups)
+        wanted = bytes([p.sharded_param.requires_grad for p in self._parameters])
+        return waits, wanted, *map(settings_of, self._groups)
 
     @property
     def kept(self) -> list[Tensor | None]:
