@@ -37,6 +37,10 @@ NOT_WHOLE = Problem(
     "FSDP's model runs without a graph: Dynamo traces only parts of it, parameters stay gathered after a backward, or "
     "Inductor's kernels were asked for"
 )
+GATHERED = Problem(
+    "a call of FSDP's model runs without a graph: its parameters are gathered already, as an evaluation leaves them",
+    fix="Call model.reshard() behind each evaluation",
+)
 
 
 class Sharding:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pygraph_train.boundary import FORWARD, done, executes, quietly
 from pygraph_train.core.region import PhaseRegions
-from pygraph_train.parallel.sharding import NOT_WHOLE, Sharding
+from pygraph_train.parallel.sharding import GATHERED, NOT_WHOLE, Sharding
 from pygraph_train.parallel.votes import APART
 from pygraph_train.patches import held_weakly
 from pygraph_train.problems import Problem
@@ -130,7 +130,10 @@ class ModuleCall(TracedCall):
             regions.tell(NOT_WHOLE)
             self.remove()
             return None
-        return sharding.standing_in() if sharding.idle else None
+        if sharding.idle:
+            return sharding.standing_in()
+        regions.tell(GATHERED)
+        return None
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.regions.plain += 1

@@ -582,10 +582,15 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
         if number == 20 and kind == "is gathered ahead":
             model.unshard(async_op=True)
         step(*batch)
-        if kind == "is gathered ahead" and number > 19:
+        if kind.startswith("is evaluated") or (kind == "is gathered ahead" and number > 19):
             with torch.no_grad():
                 run.note("evaluation", model(batch[0][:, None].expand(-1, 4, -1)))
+        if kind == "is evaluated and freed":
+            model.reshard()
         run.note("whole", [type(p).__name__ for p in model.parameters()])
+    if run.ours and kind == "is evaluated":
+        assert "are gathered already" in str(step.report().to_dict()["fallbacks"])
+        assert "Dynamo finds no graph" not in str(step.report())
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, by_hand: bool) -> Callable[..., Tensor]:

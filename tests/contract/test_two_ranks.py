@@ -173,6 +173,8 @@ def test_blocks_of_shards_one_rank_of_which_has_no_graphs(ranks: Ranks, fails: s
 
 OF_SHARDS: dict[str, dict[str, Any]] = {
     "is frozen before some backwards": {"replays": 12},
+    "is evaluated": {"refused": "FSDP leaves its parameters gathered"},
+    "is evaluated and freed": {"replays": 12},
     "is not sharded itself": {"replays": 12},
     "calls a block twice": {"replays": 12},
     "has two results": {"replays": 12},
@@ -187,7 +189,7 @@ OF_SHARDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OF_SHARDS)
-@pytest.mark.slow_after(4)
+@pytest.mark.slow_after(6)
 def test_a_sharded_model_that(ranks: Ranks, kind: str) -> None:
     expected = OF_SHARDS[kind] if "refused" in OF_SHARDS[kind] else OF_SHARDS[kind] | {"updates": 0}
     trained(ranks, "a_sharded_model_that", options={"kind": kind}, **expected)
