@@ -34,8 +34,8 @@ from pygraph_train.torch_private.sharding import (
 )
 
 NOT_WHOLE = Problem(
-    "FSDP's model runs without a graph: Dynamo traces only parts of it, parameters stay gathered after a backward, or "
-    "Inductor's kernels were asked for"
+    "FSDP's model runs without a graph: Dynamo traces only parts of it, parameters stay gathered after a backward, "
+    "gradients are reduced in part or of unused parameters too, or Inductor's kernels were asked for"
 )
 GATHERED = Problem(
     "a call of FSDP's model runs without a graph: its parameters are gathered already, as an evaluation leaves them",

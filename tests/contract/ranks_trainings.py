@@ -547,6 +547,7 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
     units = [model.first, model.second] + [model] * (kind != "is not sharded itself")
     for module in units:
         fully_shard(module, mesh=mesh_of((2,)))
+    model.first.set_requires_all_reduce(kind != "is reduced in part")
     optimizer = adamw(model, fused=False)  # kernels for many tensors take no mixture
     torch.manual_seed(rank)
 
@@ -588,6 +589,8 @@ def a_sharded_model_that(run: Run, rank: int, *, kind: str) -> None:
         if kind == "is evaluated and freed":
             model.reshard()
         run.note("whole", [type(p).__name__ for p in model.parameters()])
+    if run.ours and kind == "is reduced in part":
+        assert "reduced in part" in str(step.report().to_dict()["fallbacks"])
     if run.ours and kind == "is evaluated":
         assert "are gathered already" in str(step.report().to_dict()["fallbacks"])
         assert "Dynamo finds no graph" not in str(step.report())

@@ -182,6 +182,7 @@ OF_SHARDS: dict[str, dict[str, Any]] = {
     "divides by another number": {"replays": 12},
     "is gathered ahead": {"replays": 12},
     "raises before a backward": {"replays": 24},
+    "is reduced in part": {"refused": "a graph would reduce gradients wholly"},
     "boxes its results": {"refused": "Dynamo traces no hook that looks into them"},
     "breaks the graph": {"refused": "no part of such a model has a graph"},
     "leaves a block out": {"refused": "its parameters were not gathered in the first forward"},
