@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from pygraph_train.torch_private.phases import (
     reaches,
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
+
+_trains: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 class Token:
@@ -323,7 +325,10 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
         slot.region.backward_made(backward is not None, expected=keeps and slot.gives_up)
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
-        delivery.take(parameters, _of(found, ctx.delivered))
+        delivered = _of(found, ctx.delivered)
+        if False in map(_trains, parameters):  # frozen since the forward
+            delivered = [g if p.requires_grad else None for p, g in zip(parameters, delivered, strict=True)]
+        delivery.take(parameters, delivered)
     return made
 
 
@@ -342,7 +347,7 @@ def _gradients_of(
     """
     adds, fresh = ctx.slot.adds and delivers, ()
     if backward is not None:
-        if not adds:
+        if not adds or False in map(_trains, ctx.parameters):
             ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
         if ctx.beside:
             beside, leaves = zip(*ctx.beside, strict=True)
@@ -442,6 +447,8 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     node: Any = loss.grad_fn
     usual = isinstance(getattr(node, "delivery", None), Delivery) and not torch.is_anomaly_enabled()
     if not usual or node.returned or not node.delivered or node.token is None:
+        return False
+    if False in map(_trains, node.parameters):
         return False
     if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
         return False

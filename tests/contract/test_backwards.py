@@ -293,3 +293,35 @@ def test_zeros_keep_their_sign_where_gradients_are_added() -> None:
     signs = [torch.stack(gradients).signbit() for gradients in kept]
     assert torch.equal(*signs) and (signs[0] & (torch.stack(kept[0]) == 0)).any()
     assert step.report().to_dict()["phases_from_graphs"]["B"] >= STEPS - 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("frozen", ["0.weight", "3.bias", ""])
+def test_parameters_freeze_between_forward_and_backward(accumulate: int, frozen: str) -> None:
+    """Those get no gradient in that backward, and the ones that lie there stay as they are."""
+    kept = []
+    for ours in (False, True):
+        accelerator = Accelerator(
+            cpu=DEVICE == "cpu", plugins=[PyGraph(engine=ENGINE, forward="on")] if ours else []
+        )
+        model = net()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        chosen = [p for name, p in model.named_parameters() if name.startswith(frozen)][
+            : -1 if not frozen else 1
+        ]
+        assert chosen
+        for number, (x, y) in enumerate(batches(STEPS)):
+            loss = cross_entropy(model(x), y)
+            for p in chosen if number % 6 == 5 else ():
+                p.requires_grad_(False)
+            accelerator.backward(loss)
+            for p in chosen:
+                p.requires_grad_(True)
+            if number % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        kept.append([p.detach().clone() for p in model.parameters()])
+        forget_accelerators()
+    assert all(map(torch.equal, *kept))
+    replays = accelerator.pygraph.report().to_dict()["phases_from_graphs"]
+    assert replays["B"] >= STEPS // accumulate - 4, replays
