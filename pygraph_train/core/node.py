@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pygraph_train.boundary import BACKWARD, surely, theirs
-from pygraph_train.core.recording import NONE, Slot, gradient_of
+from pygraph_train.core.recording import NONE, Slot, gradient_of, needs_gradient
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.memory import (
     as_part_of,
@@ -31,8 +31,6 @@ from pygraph_train.torch_private.phases import (
     reaches,
 )
 from pygraph_train.torch_private.stock_dynamo import untraced
-
-_trains: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 class Token:
@@ -318,7 +316,9 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     if slot.region.votes is not None:
         backward = slot.agreed(backward)
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
-    found = _gradients_of(ctx, backward, seeds, delivers=delivers)
+    # autograd gives no gradient to those that were frozen since the forward
+    frozen = False in map(needs_gradient, parameters)
+    found = _gradients_of(ctx, backward, seeds, adds=slot.adds and delivers and not frozen)
     if not keeps:
         ctx.token = None
     if slot.recorded:
@@ -326,7 +326,7 @@ def _made_backward(ctx: Any, slot: Slot, seeds: dict[int, Tensor]) -> Any:
     made = _for_autograd(ctx, found, delivers=delivers, lasting=backward is None)
     if delivers:
         delivered = _of(found, ctx.delivered)
-        if False in map(_trains, parameters):  # frozen since the forward
+        if frozen:
             delivered = [g if p.requires_grad else None for p, g in zip(parameters, delivered, strict=True)]
         delivery.take(parameters, delivered)
     return made
@@ -338,16 +338,14 @@ def _of(gradients: list[Tensor | None], places: Sequence[int]) -> list[Tensor | 
     return gradients if whole else list(map(gradients.__getitem__, places))
 
 
-def _gradients_of(
-    ctx: Any, backward: Any, seeds: dict[int, Tensor], *, delivers: bool
-) -> list[Tensor | None]:
+def _gradients_of(ctx: Any, backward: Any, seeds: dict[int, Tensor], *, adds: bool) -> list[Tensor | None]:
     """Those of `leads`, by a recorded backward, or None.
 
-    Gradients that lie where it writes them move before, unless it adds to them.
+    Gradients that lie where it writes them move before, unless it `adds` to them.
     """
-    adds, fresh = ctx.slot.adds and delivers, ()
+    fresh: Sequence[Tensor] = ()
     if backward is not None:
-        if not adds or False in map(_trains, ctx.parameters):
+        if not adds:
             ctx.delivery.make_way(ctx.parameters, _of(backward.gradients, ctx.delivered))
         if ctx.beside:
             beside, leaves = zip(*ctx.beside, strict=True)
@@ -448,7 +446,7 @@ def made_directly(loss: Any, by: float = 1, quotient: Tensor | None = None) -> b
     usual = isinstance(getattr(node, "delivery", None), Delivery) and not torch.is_anomaly_enabled()
     if not usual or node.returned or not node.delivered or node.token is None:
         return False
-    if False in map(_trains, node.parameters):
+    if False in map(needs_gradient, node.parameters):  # frozen since the forward
         return False
     if loss.dim() or not loss.is_floating_point() or node.slot.generation != node.generation:
         return False

@@ -41,6 +41,7 @@ Slot: TypeAlias = "RecordedRegion | UnrecordedCall"
 _DRAWN = ("torch", OF_DEVICES)
 
 gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 NONE = {None}
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]

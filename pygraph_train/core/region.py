@@ -46,6 +46,7 @@ from pygraph_train.core.recording import (
     UnrecordedCall,
     autocast_now,
     memory_of,
+    needs_gradient,
     run_plainly,
 )
 from pygraph_train.graphs.compact import move_together
@@ -111,7 +112,6 @@ _LARGE = 1 << 20
 _MOST_SIZES = 3
 """Of inputs, which the report names for one recording."""
 
-_needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _shape, _stride = operator.attrgetter("shape"), operator.methodcaller("stride")
 
 
@@ -749,7 +749,7 @@ class PhaseRegion:
     ) -> None:
         """Add the gradients of `leads` to their `.grad`; `keeps`: another backward may come."""
         inputs = leads if self.owner.sharding is None else self.owner.sharding.gathered(leads)
-        inputs = list(filter(_needs_gradient, inputs))  # FSDP's may be frozen since the forward
+        inputs = list(filter(needs_gradient, inputs))  # FSDP's may be frozen since the forward
         torch.autograd.backward(outputs, seeds, retain_graph=keeps, inputs=inputs or None)
 
     def communicating(self) -> AbstractContextManager[None]:
@@ -798,7 +798,7 @@ class PhaseRegion:
         if self.votes is not None and self._delivered_now(given) is None:
             return self._unrecorded(given)
         # torch 2.11 does not guard which parameters need gradients
-        wanted = bytes(map(_needs_gradient, self._fixed_of(given)))
+        wanted = bytes(map(needs_gradient, self._fixed_of(given)))
         if not self.inference and 1 not in wanted and not any(given[i].requires_grad for i in self._moving):
             raise _NoPart
         key: tuple[Any, ...] = wanted, kernel_switches(), self._key(given) if self._keyed else ()
