@@ -39,7 +39,6 @@ from pygraph_train.boundary import (
 )
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import made_directly
-from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
     INSIDE_FORWARD_BACKWARD,
@@ -153,9 +152,6 @@ class PyGraphCallback(Callback):
         if problem is not None:
             told = f"training runs without graphs: {problem}"
             return give_reason(self._report, problem, 0, self.config, told)
-        engine = make_engine(self.config.engine, trainer.strategy.root_device)
-        if engine is None:
-            return self._report.note(tell_why_off(self.config))
         replication = replication_of(trainer.strategy.model or pl_module)
         if replication.sharded or not pl_module.automatic_optimization:
             self._step = manual = ManualOptimization(trainer, pl_module, replication, self.config)
@@ -165,13 +161,13 @@ class PyGraphCallback(Callback):
         runner = PhaseRunner(
             program,
             self.config,
-            engine,
             self._report,
             left=lambda: batches_left(trainer),
             even=lambda: rows_stay(trainer.train_dataloader),
         )
-        self._step = automatic = _AutomaticStep(trainer, program, runner, self)
-        automatic.attach()
+        if runner.active:
+            self._step = automatic = _AutomaticStep(trainer, program, runner, self)
+            automatic.attach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -362,7 +358,7 @@ class _AutomaticStep:
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
         between, body = self._program.update_in_parts(optimizer)
         trainer = self._trainer
-        update = runner.update(body, lambda: (trainer.gradient_clip_val, trainer.gradient_clip_algorithm))
+        update = runner.updating(body, lambda: (trainer.gradient_clip_val, trainer.gradient_clip_algorithm))
         executes(STEP)
         result = closure()
         if result is None:  # the batch is skipped, and plugins differ in what remains to be done

@@ -24,7 +24,7 @@ from pygraph_train.patches import standing_in
 from pygraph_train.plans import graphs_apart
 from pygraph_train.problems import ONLY_ON_CPU, Problem, defined_at, first_line, user_location
 from pygraph_train.report.announcements import switched_off
-from pygraph_train.step.driver import NO_GRAPH
+from pygraph_train.step.loop import NO_GRAPH
 from pygraph_train.step.loss_program import BACKWARD_MADE, SECOND_BACKWARD
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.phase_runner import why_no_phases

@@ -21,10 +21,9 @@ from pygraph_train.boundary import (
     surely,
 )
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.program import optimized
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.report.announcements import switched_off, tell_once, tell_why_off
+from pygraph_train.report.announcements import tell_once
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.by_hand import StepsByHand
@@ -134,13 +133,8 @@ class GraphedStep(NotCopied):
             self._report = self.parts.loop.report
         else:
             self._report = surely(StepReport, SETTING_UP)
-            engine = arranged(lambda: None if switched_off() else make_engine(config.engine, device))
-            if engine is None:
-                self._report.note(tell_why_off(config))
-            else:
-                self._runner = arranged(
-                    lambda: PhaseRunner(program, config, engine, self._report), self._report.failed
-                )
+            runner = arranged(lambda: PhaseRunner(program, config, self._report), self._report.failed)
+            self._runner = runner if runner is not None and runner.active else None
         self._boundary = Boundary(self._report.failed, self._let_go)
         _all.add(self)
 
@@ -227,7 +221,7 @@ class GraphedStep(NotCopied):
             result = program.run(args, kwargs, plain_update, plain_call, **place)
         else:
             runner.begin(updates)
-            update_at_once = functools.partial(runner.update, at_once=True)
+            update_at_once = functools.partial(runner.updating, at_once=True)
             result = runner.make(functools.partial(program.run, args, kwargs, update_at_once, **place))
         self._pending = not updates  # only now: a step that raised is not part of an accumulation
         done(result)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,23 +17,28 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
+from pygraph_train.boundary import SETTING_UP, Boundary, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import leaves_of, made_directly
+from pygraph_train.core.region import RARE, PhaseRegions
 from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph, SteppedByLoop
+from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import DTENSORS, Replication, is_sharded, replication_of
 from pygraph_train.parallel.votes import Votes, ranks_of, released_first
 from pygraph_train.patches import held_weakly, nothing, standing_in
+from pygraph_train.plans import NOTHING, graphs_apart
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import FORWARD_IS_OFF, switched_off, tell_why_off
+from pygraph_train.report.announcements import FORWARD_IS_OFF, give_reason, switched_off, tell_why_off
 from pygraph_train.report.loop_report import LoopReport
-from pygraph_train.step.chooser import Chooser
-from pygraph_train.step.driver import Driver
+from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import ModuleCall
 from pygraph_train.step.rounds import Rounds
-from pygraph_train.step.traced_call import compiled_part
+from pygraph_train.step.traced_call import TracedCall, compiled_part, tensors_of
+from pygraph_train.torch_private.stock_dynamo import traces
 
 _NO_OPTIMIZER = 20
 """Steps without an optimizer after which the report says that there is none."""
@@ -46,21 +52,47 @@ _HOPE = 60
 _WITH_BACKWARD = 3
 """How many times the host's time in a forward the forward and its backward take: 3 to 6 on an H200."""
 
+_PATIENCE = 20
+"""Steps in a row without a graph of forward and backward, and without a reason, after which one is given."""
+
+_HOPELESS = 3
+"""Steps in a row in which no part may have a graph, after which forward and backward run as they are written: the
+graphs that Dynamo makes are slower.
+"""
+
+NO_GRAPH = Problem(
+    "Dynamo finds no graph of this step that serves the next one: it breaks the graph, or traces it anew in each step",
+    fix="explain and TORCH_LOGS=recompiles,graph_breaks say where. A number that the step changes is a usual cause",
+)
+
+_SMALL = Problem("the model has too few operations for graphs of forward and backward")
+
 _PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
 
 
-class Loop(Driver):
+class Loop:
     """Everything that was taken over from one loop, and given back by `release`.
 
     Modules and optimizers go when the loop's owner lets go of them, as those of each fold do in a cross-validation:
     they hold what was made for them.
 
     Args:
-        config, left, even: see `Driver`.
+        config: options.
         device: of the models.
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
+        report: filled while running; a new `LoopReport` where none is given.
+        left: how many further steps there will be, infinity where nobody knows.
+        even: whether all batches have the same number of rows.
 
     Attributes:
+        config, report, even: as given.
+        boundary: around each piece of a step.
+        engine: where graphs are made, once there is one.
+        chooser: whether they pay; None where they are made in any case.
+        steps: how many there were so far.
+        replays: of how many forward and backward came from graphs.
+        reasons: how often something was told against a graph.
+        within: whether a step that is made here has begun, and no other one has been made elsewhere since.
         active: whether anything of it may have graphs.
         within_step: whether a call is running that is one training step, or one micro-batch of it.
         over: whether nothing of this loop can have a graph any more.
@@ -70,7 +102,13 @@ class Loop(Driver):
         ValueError: the engine asked for cannot work on that device.
     """
 
-    report: LoopReport
+    report: Any
+    engine: Engine | None = None
+    chooser: Chooser | None = None
+    steps = replays = reasons = _silent = 0
+    active = within = over = False
+    _lost = False  # whether a part of the steps has no graph and is not looked at any more
+    _votes: Votes | None = None
 
     def __init__(
         self,
@@ -78,20 +116,21 @@ class Loop(Driver):
         device: torch.device,
         refused: Problem | None = None,
         *,
+        report: StepReport | None = None,
         left: Callable[[], float] = lambda: math.inf,
         even: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(config, surely(LoopReport, SETTING_UP), self.release, left, even)
-        self._calls: Living[ModuleCall] = Living()
+        self.config, self.left, self.even = config, left, even
+        self.report = report or surely(LoopReport, SETTING_UP)
+        self.boundary = Boundary(held_weakly(self.tell), held_weakly(self.release))
+        self._calls: Living[Any] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
         self._taken: Living[nn.Module] = Living()
         self._rounds = Rounds(self._optimizers)
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
-        self._votes: Votes | None = None
         self._replayed: list[bool] = []  # for each update of the present step
-        self._counts_steps, self.within_step, self.over = True, False, False
+        self._counts_steps, self.within_step = True, False
         self.patience = _NO_OPTIMIZER
-        self.active = False
         if arranged(lambda: self._start(device, refused), self.report.failed) is None:
             self.active, self.engine = False, None
 
@@ -102,9 +141,53 @@ class Loop(Driver):
         elif refused is not None:
             self.tell(refused)
         else:
-            self.active = True
-            self.begin_with(engine)
+            self.active, self.engine = True, engine
+            self.report.began(engine.name)
+            if engine.name == "emulated" and self.config.compile is True:
+                self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
+            self.chooser = chooser_for(self.config, engine, self.report.timed, self.left)
         return True
+
+    def refuse(self, reason: str, fix: str = "") -> None:
+        """Note why something runs without a graph. Nothing is raised."""
+        self.reasons += 1
+        self.report.failed(Problem(reason, fix=fix), self.steps)
+
+    def tell(self, problem: Problem) -> None:
+        """Say why something runs without a graph.
+
+        Raises:
+            PyGraphError: the user wants failures to be raised.
+        """
+        self.reasons += 1
+        give_reason(self.report, problem, max(self.steps, 1), self.config)
+
+    def regions_of(
+        self,
+        model: nn.Module,
+        tell: Callable[[Problem], object],
+        **options: Any,
+    ) -> PhaseRegions:
+        """What makes graphs of a model. Dynamo keeps it, so it keeps neither the model nor anything of this object.
+
+        Args:
+            model: whose tensors are trained.
+            tell: called with each reason against a graph.
+            **options: see `PhaseRegions`.
+        """
+        assert self.engine is not None
+        known = weakref.ref(model)
+        given = self.engine, self.config, lambda: tensors_of(known()), tell, self.boundary
+        regions = PhaseRegions(*given, **options)
+        regions.settle = held_weakly(self.settle)
+        if self.chooser is not None:
+            regions.pays = held_weakly(self.chooser.pays, True)
+        return regions
+
+    def graph_of(self, program: UpdateProgram) -> OptimizerGraph:
+        """What makes an update from a graph. Its optimizer may keep it, and so it does not keep this object."""
+        assert self.engine is not None
+        return OptimizerGraph(program, self.engine, self.config, self.report, held_weakly(self.tell))
 
     # -- taking over --------------------------------------------------------------------------------
 
@@ -180,7 +263,8 @@ class Loop(Driver):
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
         quietly(*[call.remove for call in self._calls], *[graph.close for graph in self._optimizers])
-        super().release()
+        if self.engine is not None:
+            quietly(self.engine.close)
         quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
 
@@ -188,6 +272,22 @@ class Loop(Driver):
         """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
         calls = [(call, "paused", True) for call in self._calls]
         return standing_in([(self, "_counts_steps", False), *calls])
+
+    def settle(self) -> None:
+        """See `PhaseRegions.settle`."""
+        quietly(*[graph.settle for graph in self._optimizers])
+
+    def awaits_graphs(self) -> bool:
+        """Whether the first ones of forward and backward may still come."""
+        calls = list(self._calls)
+        return bool(calls) and all(call.regions.awaited for call in calls)
+
+    def made_elsewhere(self, updated: bool = True) -> None:
+        """One more step, or micro-batch, without a graph, of which nothing else is known than whether it updated."""
+        self.steps, self.within = self.steps + 1, False
+        self.report.step_began()
+        if not updated:
+            self.report.step_ended(NOTHING, updated=False)
 
     # -- while training -----------------------------------------------------------------------------
 
@@ -257,18 +357,72 @@ class Loop(Driver):
         if self._silent >= _HOPE and called:
             self._remove_modules()
 
+    def count(
+        self, calls: Iterable[TracedCall], *, updates: bool, updated: bool, called: bool = True
+    ) -> bool:
+        """Count a training step, which has ended. Hot path.
+
+        Args:
+            calls: what may have graphs.
+            updates: whether it had updates, and all of them were replayed.
+            updated: whether it had updates, as far as one knows.
+            called: whether any of these was called, with gradients.
+        Returns:
+            Whether its forward and backward came from graphs.
+        """
+        report, chooser = self.report, self.chooser
+        replays = plain = parts = eager = 0
+        for call in calls:
+            r = call.regions
+            replays, plain, parts = replays + r.replays, plain + r.plain, parts + r.parts
+            eager += r.eager
+            r.replays = r.plain = r.parts = r.eager = 0
+        missed = chooser is not None and chooser.misses(parts)
+        graphed = replays > 0 and not (plain or missed or self._lost)
+        for call in calls:
+            call.regions.report_to(report, self.steps)
+            call.hopeless = call.hopeless + 1 if not graphed and call.regions.hopeless else 0
+            if call.hopeless == _HOPELESS:
+                call.remove()
+                counts = any(region.counts for region in call.regions.regions)
+                self._lost |= counts
+                if not counts and [*calls] == [call]:
+                    self.tell(_SMALL)
+        backward = graphed and self.config.backward != "off" and not eager
+        report.step_ended(graphs_apart(graphed, backward, updates), updated=updated)
+        if missed and self.replays:  # else another reason stands against all steps
+            self.tell(RARE)
+        self.replays += graphed
+        if calls and chooser is not None:
+            self._choose(chooser, graphed, parts)
+        waits = chooser is not None and chooser.waits
+        self._silent = 0 if replays or waits or not calls else self._silent + 1
+        if self._silent == _PATIENCE + self.config.warmup_steps and not self.reasons:
+            self._break_silence(called)
+        return graphed
+
     def _choose(self, chooser: Chooser, graphed: bool, parts: int) -> None:
-        for call in self._calls if chooser.plain else ():
-            chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent))
-            call.spent.clear()
+        """Whether graphs of forward and backward are worth their while."""
         plain, waited = chooser.plain, chooser.waits
-        super()._choose(chooser, graphed, parts)
+        if plain:
+            chooser.ragged = any(call.ragged for call in self._calls)
+            for call in (call for call in self._calls if call.spent):
+                chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent))
+                call.spent.clear()
+        why = chooser.step_ended(graphed, parts, traces())
+        for call in self._calls:
+            call.patience = chooser.patience
+        if why is not None:
+            if not chooser.waits:
+                self.give_up()
+            self.tell(why)
         for call in self._calls if chooser.waits and not waited else ():
             call.paused = True
         if plain and not chooser.plain:
             quietly(*[call.begin for call in self._calls])
 
     def give_up(self) -> None:
+        """Run further steps without graphs."""
         quietly(*[graph.close for graph in self._optimizers if self.config.optimizer != "on"])
         self._remove_modules()
 
@@ -281,8 +435,9 @@ class Loop(Driver):
         self.over = bool(graphs) and all(g.over for g in graphs)
 
     def _break_silence(self, called: bool) -> None:
+        """No graph of forward and backward came for a long time, and nothing has said why."""
         if called:
-            return super()._break_silence(called)
+            return self.tell(NO_GRAPH)
         names = ", ".join(call.name for call in self._calls)
         self.tell(
             Problem(

@@ -111,7 +111,7 @@ class LossProgram(StepProgram):
 
         Args:
             args, kwargs: of its function, which `call` runs.
-            update: gives what makes its optimizer phase, see `PhaseRunner.update`.
+            update: gives what makes its optimizer phase, see `PhaseRunner.updating`.
             first, last: whether gradients begin with nothing, and an update follows.
         """
         if self.optimizer is not None and first:

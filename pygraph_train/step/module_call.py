@@ -44,12 +44,10 @@ class ModuleCall(TracedCall):
         gathers: whether its parameters are gathered within the call.
 
     Attributes:
-        paused: whether calls run the module as it is for now.
         calls: how often it was called through `torch.compile` in the present step.
         held: so many further calls with gradients run it as it is.
         graded, without: how often it was called with gradients in the present step, and without.
         steady: how many steps in a row have called it without, and not too often.
-        spent: seconds of the host in each of them; the loop empties it.
     """
 
     def __init__(
@@ -65,10 +63,9 @@ class ModuleCall(TracedCall):
         self._sharding: Sharding | None = None
         self._in_first_step = True
         self._compiled = CompiledModule(regions)
-        self._called = self.paused = False
+        self._called = False
         self.calls = self.held = 0
         self.graded = self.without = self.steady = 0
-        self.spent: list[float] = []
         self._hooks: list[int] = []  # how many there were in each call that ran as it is
         set_call_of(module, self)
         weakref.finalize(self, held_weakly(regions.let_go)).atexit = False

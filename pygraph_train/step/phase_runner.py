@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from pygraph_train.boundary import done, quietly
+import torch
+
+from pygraph_train.boundary import Boundary, done, quietly
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.patches import nothing
+from pygraph_train.patches import held_weakly, nothing
 from pygraph_train.plans import NOTHING, SEPARATE
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.driver import Driver
+from pygraph_train.step.loop import Loop
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.traced_call import TracedCall, compiled_part
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, left_untraced
@@ -32,39 +32,38 @@ _OTHER_THREAD = Problem(
 )
 
 
-class PhaseRunner(Driver):
-    """Runs training steps; the forward, the backward and the update have graphs of their own.
+class PhaseRunner(Loop):
+    """Runs training steps that are one function; the forward, the backward and the update have graphs of their own.
 
     Args:
         program: the step.
-        config, report, left, even: see `Driver`.
-        engine: where graphs are made.
+        config, report, left, even: see `Loop`.
 
     Attributes:
         stopped: whether every further step runs without a graph.
         replayed: whether forward and backward of the present step came from graphs.
         update_replayed: whether its update did.
+
+    Raises:
+        ValueError: the engine asked for cannot work on that device.
     """
 
-    def __init__(
-        self,
-        program: StepProgram,
-        config: PyGraphConfig,
-        engine: Engine,
-        report: StepReport,
-        *,
-        left: Callable[[], float] = lambda: math.inf,
-        even: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(config, report, self.give_up, left, even)
-        self.begin_with(engine)
+    stopped = replayed = update_replayed = _prepared = _updates = _updated = False
+    _graph: OptimizerGraph | None = None
+    _function: _FunctionCall
+
+    def __init__(self, program: StepProgram, config: PyGraphConfig, report: StepReport, **known: Any) -> None:
         self._program = program
-        self._update: OptimizerGraph | None = None
-        self._prepared = self.stopped = False
-        self.replayed = self.update_replayed = self._updates = self._updated = False
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
+        super().__init__(config, program.device, report=report, **known)
+
+    def _start(self, device: torch.device, refused: Problem | None) -> bool:
+        if not super()._start(device, refused):
+            return False
+        config, report, program = self.config, self.report, self._program
+        self.boundary = Boundary(held_weakly(self.tell), held_weakly(self.give_up))
         self._function = _FunctionCall(self, program, self._told.append)
-        self._calls = [self._function]
+        self._calls.add(self._function)
         report.runs_with(SEPARATE)
         if config.forward == "off":  # eager kernels have no graph of a backward alone
             report.note(FORWARD_IS_OFF)
@@ -76,6 +75,7 @@ class PhaseRunner(Driver):
         if problem is not None:
             self._function.remove()
             self.tell(problem)
+        return True
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -129,14 +129,15 @@ class PhaseRunner(Driver):
             return
         graph = self.graph_of(self._program)
         if graph.serves():
-            self._update, self._optimizers = graph, [graph]
+            self._graph = graph
+            self._optimizers.add(graph)
 
     @property
     def graphs_update(self) -> bool:
-        """Whether the update has to go through `update`."""
-        return self._update is not None and not self._update.over
+        """Whether the update has to go through `updating`."""
+        return self._graph is not None and not self._graph.over
 
-    def update(
+    def updating(
         self, body: Callable[[], None], constants: Callable[[], Any] = tuple, *, at_once: bool = False
     ) -> Callable[[], None]:
         """What makes the optimizer phase, from its own graph where there is one. Nothing is executed yet.
@@ -154,7 +155,7 @@ class PhaseRunner(Driver):
         return partial(self.boundary.make, partial(self._make_update, made, constants, at_once), made)
 
     def _make_update(self, body: Callable[[], None], constants: Callable[[], Any], at_once: bool) -> None:
-        graph, self._updated = self._update, True
+        graph, self._updated = self._graph, True
         if graph is None or graph.over:
             return body()
         made = self._function.regions.delivery.made if at_once else None
@@ -168,7 +169,7 @@ class PhaseRunner(Driver):
     def _finish(self) -> None:
         while self._told:
             self.tell(self._told.pop(0))
-        calls = () if self._function.regions.closed else self._calls
+        calls = () if self._function.regions.closed else [self._function]
         updated = self._updates and (self._updated or not self.graphs_update)  # else the loop left it out
         self.replayed = self.count(calls, updates=self.update_replayed, updated=updated)
 
@@ -185,16 +186,13 @@ class PhaseRunner(Driver):
         self.tell(problem)
 
     def give_up(self) -> None:
-        self._let_go()
+        self.stopped = True
+        quietly(self._function.remove, *[graph.close for graph in self._optimizers])
         self.report.runs_with(NOTHING)
 
     def release(self) -> None:
-        self._let_go()
-        super().release()
-
-    def _let_go(self) -> None:
         self.stopped = True
-        quietly(self._function.remove, *[graph.close for graph in self._optimizers])
+        super().release()
 
 
 def why_no_phases(program: StepProgram) -> Problem | None:

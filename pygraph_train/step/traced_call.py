@@ -33,6 +33,8 @@ class TracedCall:
 
     Attributes:
         regions: as given.
+        paused: whether calls run as they are for now.
+        spent: seconds of the host in each call that is timed; the loop empties it.
         patience: see `CompiledFunction`.
         hopeless: steps in a row in which no part of it may have a graph.
     """
@@ -40,7 +42,8 @@ class TracedCall:
     def __init__(self, model: nn.Module, regions: PhaseRegions, even: Callable[[], bool]) -> None:
         self._model, self.regions = model, regions
         self._sizes = Sizes(fixed=regions.compiles, even=even)
-        self._initialized = False
+        self._initialized = self.paused = False
+        self.spent: list[float] = []
         self.patience, self.hopeless = math.inf, 0
 
     @property
@@ -66,6 +69,9 @@ class TracedCall:
         if traces_of_others() != before:
             quietly(lambda: self.regions.tell(COMPILED_PART), self.remove)
         return made
+
+    def begin(self) -> None:
+        """The calls that ran as they are were enough: later ones may have graphs."""
 
     def remove(self) -> None:
         """Release all graphs. Further calls run as they are."""

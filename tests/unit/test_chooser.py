@@ -19,7 +19,7 @@ from pygraph_train import GraphedStep, PyGraph
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import RARE, PhaseRegion
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step import chooser, driver
+from pygraph_train.step import chooser, loop
 from pygraph_train.step.chooser import Chooser, chooser_for
 
 pytestmark = pytest.mark.passes_without_graphs("times are declared")
@@ -298,7 +298,7 @@ def _accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[An
 @pytest.mark.parametrize("make", [_graphed, _accelerated])
 def test_a_loop_tells_what_the_host_has_worked_on(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plain step has forward, backward and update."""
-    monkeypatch.setattr(driver, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    monkeypatch.setattr(loop, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
     told: list[tuple[float, int]] = []
     monkeypatch.setattr(
         Chooser, "worked", lambda self, seconds, calls=0, models=1: told.append((seconds, calls))
@@ -331,7 +331,7 @@ def test_time_of_logs_in_a_training_step_is_not_counted(monkeypatch: pytest.Monk
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    monkeypatch.setattr(driver, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    monkeypatch.setattr(loop, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
     told: list[float] = []
     monkeypatch.setattr(Chooser, "worked", lambda self, seconds, calls=0: told.append(seconds))
     off = dict.fromkeys(
@@ -346,7 +346,7 @@ def test_time_of_logs_in_a_training_step_is_not_counted(monkeypatch: pytest.Monk
 
 def _choose(monkeypatch: pytest.MonkeyPatch, plain: float, graphed: float) -> None:
     """Have loops on the CPU choose, by these seconds of a step."""
-    monkeypatch.setattr(driver, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
+    monkeypatch.setattr(loop, "chooser_for", lambda config, engine, *given: Chooser(engine, *given))
     monkeypatch.setattr(chooser, "_PLAIN", 3)
     monkeypatch.setattr(chooser, "_UNKNOWN", math.inf)  # no graphs wait for so many steps
     monkeypatch.setattr(Chooser, "worked", lambda self, *given, **named: None)
@@ -589,9 +589,9 @@ def test_a_loop_without_graphs_imports_no_compiler() -> None:
 import sys
 import torch
 from pygraph_train import Accelerator, PyGraph
-from pygraph_train.step import driver
+from pygraph_train.step import loop
 from pygraph_train.step.chooser import Chooser
-driver.chooser_for = lambda config, engine, *given: Chooser(engine, given[0], lambda: 10)
+loop.chooser_for = lambda config, engine, *given: Chooser(engine, given[0], lambda: 10)
 accelerator = Accelerator(cpu=True, plugins=[PyGraph(engine="emulated")])
 model = torch.nn.Linear(4, 2)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, fused=True))
