@@ -146,7 +146,7 @@ class Loop:
             if engine.name == "emulated" and self.config.compile is True:
                 self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
             self.chooser = chooser_for(self.config, engine, self.report.timed, self.left)
-        return True
+        return self.active
 
     def refuse(self, reason: str, fix: str = "") -> None:
         """Note why something runs without a graph. Nothing is raised."""
