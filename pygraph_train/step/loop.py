@@ -146,7 +146,7 @@ class Loop:
             if engine.name == "emulated" and self.config.compile is True:
                 self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
             self.chooser = chooser_for(self.config, engine, self.report.timed, self.left)
-        return self.active
+        return True
 
     def refuse(self, reason: str, fix: str = "") -> None:
         """Note why something runs without a graph. Nothing is raised."""
@@ -405,7 +405,7 @@ class Loop:
         """Whether graphs of forward and backward are worth their while."""
         plain, waited = chooser.plain, chooser.waits
         if plain:
-            chooser.ragged = any(call.ragged for call in self._calls)
+            chooser.ragged = any(call.sizes.changed for call in self._calls)
             for call in (call for call in self._calls if call.spent):
                 chooser.worked(_WITH_BACKWARD * sum(call.spent), len(call.spent))
                 call.spent.clear()

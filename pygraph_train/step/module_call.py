@@ -82,7 +82,7 @@ class ModuleCall(TracedCall):
             return call_impl(self._model, *args, **kwargs)
         if self.held:
             self.held -= 1
-            quietly(lambda: self._sizes.look(args, kwargs), self._count_hooks)
+            quietly(lambda: self.sizes.look(args, kwargs), self._count_hooks)
             began = time.perf_counter()
             made = call_impl(self._model, *args, **kwargs)
             self.spent.append(time.perf_counter() - began)
@@ -98,7 +98,7 @@ class ModuleCall(TracedCall):
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._called:
             self._called = True
-            quietly(lambda: self._sizes.look(args, kwargs))
+            quietly(lambda: self.sizes.look(args, kwargs))
             return self.first(lambda: done(self._plainly(args, kwargs)))
         regions = self.regions
         # the second step shows how often it is called before a backward
@@ -111,7 +111,7 @@ class ModuleCall(TracedCall):
             return done(self._plainly(args, kwargs))
         self.calls += 1
         regions.end, compiled = None, self._compiled
-        compiled.patience, compiled.around = self.patience, self._sizes.dynamic
+        compiled.patience, compiled.around = self.patience, self.sizes.dynamic
         with around:
             return done(compiled(self._model, args, kwargs))
 

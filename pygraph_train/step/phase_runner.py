@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from pygraph_train.boundary import Boundary, done, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -50,19 +48,18 @@ class PhaseRunner(Loop):
 
     stopped = replayed = update_replayed = _prepared = _updates = _updated = False
     _graph: OptimizerGraph | None = None
-    _function: _FunctionCall
+    _compiled: CompiledFunction | None = None  # whichever object the function of the step is
 
     def __init__(self, program: StepProgram, config: PyGraphConfig, report: StepReport, **known: Any) -> None:
+        super().__init__(config, program.device, report=report, **known)
         self._program = program
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
-        super().__init__(config, program.device, report=report, **known)
-
-    def _start(self, device: torch.device, refused: Problem | None) -> bool:
-        if not super()._start(device, refused):
-            return False
-        config, report, program = self.config, self.report, self._program
+        if not self.active:
+            return
         self.boundary = Boundary(held_weakly(self.tell), held_weakly(self.give_up))
-        self._function = _FunctionCall(self, program, self._told.append)
+        given: dict[str, Any] = {"delivers": not program.replication.shared, "leads": program.differentiates}
+        regions = self.regions_of(program.model, self._told.append, **given)
+        self._function = TracedCall(program.model, regions, self.even)
         self._calls.add(self._function)
         report.runs_with(SEPARATE)
         if config.forward == "off":  # eager kernels have no graph of a backward alone
@@ -75,7 +72,6 @@ class PhaseRunner(Loop):
         if problem is not None:
             self._function.remove()
             self.tell(problem)
-        return True
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -100,9 +96,9 @@ class PhaseRunner(Loop):
             waits = first or regions.closed or (chooser is not None and chooser.plain)
             call: Call = plain_call
             if not waits and function.may_replay():
-                call = function
+                call = self._traced
             elif first or timing:
-                call = function.early
+                call = self._early
             untouched = self.steps <= config.warmup_steps or (timing and config.optimizer != "on")
             if not (self._prepared or untouched):
                 self._prepare()
@@ -116,6 +112,23 @@ class PhaseRunner(Loop):
             return made
         finally:
             _turn.release()
+
+    def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function of the step through `torch.compile`. Hot path."""
+        function, compiled = self._function, self._compiled
+        if compiled is None or compiled.fn != fn:
+            compiled = self._compiled = CompiledFunction(fn, function.regions)
+            compiled.around = function.sizes.dynamic
+        compiled.patience = function.patience
+        made = compiled(*args, **kwargs)
+        if self.chooser is not None and self.chooser.misses(function.regions.parts):
+            left_untraced()
+        return made
+
+    def _early(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it as it is, before Dynamo traces it."""
+        quietly(lambda: self._function.sizes.look(args, kwargs))
+        return plain_call(fn, args, kwargs)
 
     @property
     def timing(self) -> bool:
@@ -198,30 +211,3 @@ class PhaseRunner(Loop):
 def why_no_phases(program: StepProgram) -> Problem | None:
     """Why forward and backward of such a step get no graphs."""
     return program.replication.problem or compiled_part(program.model)
-
-
-class _FunctionCall(TracedCall):
-    """Calls the function of the step, whichever object it is in each step."""
-
-    def __init__(self, runner: PhaseRunner, program: StepProgram, tell: Callable[[Problem], object]) -> None:
-        alone = not program.replication.shared
-        regions = runner.regions_of(program.model, tell, delivers=alone, leads=program.differentiates)
-        super().__init__(program.model, regions, runner.even)
-        self._chooser = runner.chooser
-        self._fn: Callable[..., Any] | None = None
-
-    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it through `torch.compile`. Hot path."""
-        if self._fn != fn:
-            self._fn, self._compiled = fn, CompiledFunction(fn, self.regions)
-            self._compiled.around = self._sizes.dynamic
-        self._compiled.patience = self.patience
-        made = self._compiled(*args, **kwargs)
-        if self._chooser is not None and self._chooser.misses(self.regions.parts):
-            left_untraced()
-        return made
-
-    def early(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it as it is, before Dynamo traces it."""
-        quietly(lambda: self._sizes.look(args, kwargs))
-        return plain_call(fn, args, kwargs)

@@ -33,6 +33,7 @@ class TracedCall:
 
     Attributes:
         regions: as given.
+        sizes: of its arguments.
         paused: whether calls run as they are for now.
         spent: seconds of the host in each call that is timed; the loop empties it.
         patience: see `CompiledFunction`.
@@ -41,15 +42,10 @@ class TracedCall:
 
     def __init__(self, model: nn.Module, regions: PhaseRegions, even: Callable[[], bool]) -> None:
         self._model, self.regions = model, regions
-        self._sizes = Sizes(fixed=regions.compiles, even=even)
+        self.sizes = Sizes(fixed=regions.compiles, even=even)
         self._initialized = self.paused = False
         self.spent: list[float] = []
         self.patience, self.hopeless = math.inf, 0
-
-    @property
-    def ragged(self) -> bool:
-        """Whether sizes of its arguments have changed."""
-        return self._sizes.changed
 
     def may_replay(self) -> bool:
         """Whether nothing around the present call speaks against it. Hot path."""
