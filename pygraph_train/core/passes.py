@@ -41,7 +41,7 @@ _WAIT = {"bincount", "nonzero", "unique", "unique_consecutive", "masked_select",
 
 _UNORDERED = re.compile(
     r"(index_add|index_reduce|index_select|scatter_add|scatter_reduce|gather|take_along_dim|cumsum|embedding_bag|"
-    r"interpolate|upsample\w*|grid_sampl\w*)_?"
+    r"interpolate|upsample\w*|grid_sampl\w*|scaled_dot_product_attention)_?"
 )
 """Operations that add in no fixed order on a GPU, forward or backward (`torch.use_deterministic_algorithms`)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import logging
 import math
 import operator
@@ -90,9 +91,6 @@ _FEWEST_NODES = 2
 
 _PATIENCE = 10
 """Calls after which a region whose gradients nobody has asked for is no part of training."""
-
-_AGAIN = 2
-"""Further replays that have to be like plain runs where one is not."""
 
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
@@ -1038,8 +1036,8 @@ class PhaseRegion:
             # what a kernel that adds in no fixed order gives now and then is no other computation
             first = cast(Fingerprint, self._of_a_plain_run(given, asked, distances=True))
             runs = PlainRuns(first, "result", unordered=self._unordered)
-            again = (self._difference(runs, slot, given, asked) for _ in range(_AGAIN))
-            if (difference := next(filter(None, again), None)) is not None:
+            found = (self._difference(runs, slot, given, asked) for _ in itertools.count())
+            if (difference := runs.again(found, self.agree)) is not None:
                 slot.close()
                 raise Unrecordable(f"its replay computes something else: {difference}")
 
