@@ -57,7 +57,7 @@ def test_which_graphs_add_in_no_fixed_order() -> None:
         return torch.zeros_like(x).index_add_(0, index, x)
 
     def chosen(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return torch.index_select(x, 0, index)
+        return x.index_select(0, index)  # PyG has another torch.index_select
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, x).sum()
