@@ -20,22 +20,17 @@ from unittest import mock
 
 
 class Growing:
-    """The lists and numbers that one function was traced with. A list that has grown since is left to Python.
-
-    Attributes:
-        found: ids of those that grow.
-    """
+    """The lists and numbers that one function was traced with. A list that has grown since is left to Python."""
 
     def __init__(self) -> None:
-        self._lengths, self._numbers = dict[int, int](), dict[str, int]()
-        self.found: set[int] = set()
+        self._lengths, self._numbers = dict[tuple[str, int], float](), dict[str, int]()
 
-    def grows(self, value: Any) -> bool:
-        """Whether a list has grown since it was traced before."""
-        key, length = id(value), len(value)
+    def grows(self, name: str, value: Any) -> bool:
+        """Whether a list has grown since it was traced before, under this name: the next list may have its id."""
+        key, length = (name, id(value)), len(value)
         if length > self._lengths.setdefault(key, length):
-            self.found.add(key)
-        return key in self.found
+            self._lengths[key] = -1  # it is left to Python from now on
+        return self._lengths[key] < 0
 
     def counts(self, name: str, value: Any) -> bool:
         """Whether a number of a global object has changed since it was traced before. Dynamo takes it for fixed."""
@@ -58,7 +53,11 @@ class Growing:
             appends = waits and isinstance(value, types.BuiltinMethodType) and type(value.__self__) in lists
             if self.counts(builder.name, value):
                 return number(builder, value, DimDynamic.DYNAMIC)
-            if appends or type(value) is random.Random or (type(value) in lists and self.grows(value)):
+            if (
+                appends
+                or type(value) is random.Random
+                or (type(value) in lists and self.grows(builder.name, value))
+            ):
                 builder.install_guards(GuardBuilder.TYPE_MATCH)
                 return UserDefinedObjectVariable(value, source=builder.source)
             return builder.wrap_symfloat(float(value)) if type(value) is double else stock(builder, value)

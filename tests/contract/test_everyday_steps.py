@@ -450,6 +450,26 @@ def a_list_of_losses(case: Case) -> Any:
     return step
 
 
+@case(16)
+def a_list_that_has_grown_under_another_name(case: Case) -> Any:
+    """As a list of a new batch, which may lie where a shorter one lay."""
+    scale = torch.ones(6, device=DEVICE)
+    grows = [scale]
+    held = SimpleNamespace(first=grows, second=[scale, scale], late=False)
+
+    def swap() -> None:
+        grows.append(2 * scale)
+        held.first, held.second, held.late = [scale], grows, True
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        one, other = held.second
+        loss = cross_entropy(case.model(x * (held.first[0] + one + other)), y)
+        return 2 * loss if held.late else loss
+
+    case.at(step_10=swap)
+    return step
+
+
 @case(16, updates=14, slow=True)
 def a_meter(case: Case) -> Any:
     meter = SimpleNamespace(count=0)
