@@ -386,7 +386,7 @@ class Loop:
                 call.remove()
                 counts = any(region.counts for region in call.regions.regions)
                 self._lost |= counts
-                if not counts and [*calls] == [call]:
+                if not (counts or self.replays) and all(each.regions.closed for each in calls):
                     self.tell(_SMALL)
         backward = graphed and self.config.backward != "off" and not eager
         report.step_ended(graphs_apart(graphed, backward, updates), updated=updated)

@@ -808,3 +808,16 @@ def test_why_there_is_no_graph(why: str) -> None:
             assert why in accelerate.pygraph.report().headline(), run
 
     compare(training, refused=why, last_bits=why is MANY)
+
+
+@same_as_plain(refused=SMALL)
+def test_small_modules_are_told_of_together(run: Run) -> None:
+    accelerate, body, head = accelerator(run), nn.Linear(6, 8), nn.Linear(8, 3)
+    body, head, optimizer = accelerate.prepare(body, head, adamw(nn.ModuleList([body, head])))
+    run.watch(body, head, optimizer)
+    for x, y in run.each(batches(24)):
+        accelerate.backward(cross_entropy(head(body(x)), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.ours:
+        assert SMALL in accelerate.pygraph.report().headline()
