@@ -306,6 +306,11 @@ def adds_in_any_order(gm: GraphModule) -> bool:
     return any(_UNORDERED.fullmatch(_name(n)) for n in _nodes_of(gm))
 
 
+def differentiates(gm: GraphModule) -> bool:
+    """Whether a graph calls `torch.autograd.grad`."""
+    return any(n.target is torch.autograd.grad for n in _nodes_of(gm))
+
+
 def parts_in(gm: GraphModule) -> list[Any]:
     """The DTensors in a graph."""
     return [value for n in gm.graph.nodes if hasattr(value := value_of(n), "placements")]

@@ -32,6 +32,7 @@ from pygraph_train.core.passes import (
     adds_in_any_order,
     caught,
     communication,
+    differentiates,
     end_of,
     halves,
     parts_in,
@@ -437,6 +438,7 @@ class PhaseRegion:
             self.run = lambda *given: list(map(received, run(*given)))
         self.device = owner.engine.device.type
         self._unordered = self.device != "cpu" and adds_in_any_order(gm)
+        self._differentiates = differentiates(gm)
         body = gm if self._numbered is None else self._numbered.body
         names = written_inputs(gm)
         self._writes = {i for i, n in enumerate(body.graph.find_nodes(op="placeholder")) if n.name in names}
@@ -616,6 +618,9 @@ class PhaseRegion:
 
     def _delivered_now(self, given: Sequence[Any]) -> frozenset[int] | None:
         """The inputs whose gradients are delivered, none with hooks. None where these forbid a replay. Hot path."""
+        if self._differentiates and any(hooks_of(t) for t in given if isinstance(t, Tensor)):
+            self.owner.tell(_DIFFERENTIATES)
+            return None
         if self._hookless == RemovableHandle.next_id or not (self._delivered or self.owner.several):
             return self._delivered  # no hook was registered since none was there
         held, hooks = self._fixed_of(given), RemovableHandle.next_id
@@ -1130,6 +1135,12 @@ _LOST = f"{_PART}: Dynamo loses a number that the step writes"  # under a defaul
 _SAVED_TENSORS_HOOKS = Problem(
     "a part of the step runs without a graph: saved_tensors_hooks are active around it, and see nothing of a replay"
 )
+_DIFFERENTIATES = Problem(
+    "a part of the step runs without a graph: it calls torch.autograd.grad, and hooks of its inputs see nothing of a "
+    "replay",
+    fix="Remove the hooks, or nothing",
+)
+
 _HOOKED = Problem(
     "a part of the step runs without a graph: its parameters have hooks, which may talk to other processes, and a "
     "replay calls them at another time",

@@ -45,6 +45,7 @@ _SETTINGS: dict[str, Any] = {
     "invalidate_compile_context_weakrefs": True,  # as for backends of torch: swap_tensors refuses these (not in 2.11)
     "record_runtime_overhead": False,  # 13 calls of Python in each step, for profilers
     "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
+    "trace_autograd_ops": True,  # torch.autograd.grad is a part of the graph (not in 2.11 and 2.12)
 }
 
 
@@ -291,10 +292,16 @@ def _require_grad(tensor: torch.Tensor) -> None:
 @contextmanager
 def _inner_leaves() -> Iterator[None]:
     """Around a trace: `requires_grad_()` of what the step has computed is an operation. Dynamo breaks the graph there,
-    and in each function around it: adapters with checkpoints take it 32 traces. (2.11 to 2.15)"""
+    and in each function around it: adapters with checkpoints take it 32 traces. `backward()` breaks the graph in all
+    versions: what listens for gradients would hear of none. (2.11 to 2.15)"""
     from torch._dynamo.variables import TensorVariable
 
-    stock = TensorVariable.method_requires_grad_
+    stock, accumulates = TensorVariable.method_requires_grad_, TensorVariable.method_backward
+
+    def backward(self: Any, *given: Any, **named: Any) -> Any:
+        off = {"trace_autograd_ops": False} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
+        with torch._dynamo.config.patch(off):
+            return accumulates(self, *given, **named)
 
     def method(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         example = self.as_proxy().node.meta["example_value"]
@@ -305,9 +312,11 @@ def _inner_leaves() -> Iterator[None]:
         self.requires_grad = example.requires_grad_().requires_grad
         return self
 
+    made = {"requires_grad_": method, "backward": backward}
     table = getattr(TensorVariable, "tp_methods", {})  # 2.15
-    known = {"requires_grad_": type(table["requires_grad_"])(method)} if "requires_grad_" in table else {}
-    with mock.patch.object(TensorVariable, "method_requires_grad_", method), mock.patch.dict(table, known):
+    known = {name: type(table[name])(made[name]) for name in made if name in table}
+    changes = ((TensorVariable, f"method_{name}", change) for name, change in made.items())
+    with standing_in(changes), mock.patch.dict(table, known):
         yield
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -505,12 +505,43 @@ def accumulated(model: nn.Module, x: Tensor) -> Tensor:
     return model((x + 0.1 * x.grad.sign()).detach())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("penalty", [jacobian, directional, curvature, nested, adversarial, accumulated])
+def adapted(model: nn.Module, x: Tensor) -> Tensor:
+    """A model that one step of gradient descent has adapted, as in meta-learning."""
+    weights = dict(model.named_parameters())
+    slopes = torch.autograd.grad(model(x).square().mean(), list(weights.values()), create_graph=True)
+    moved = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return functional_call(model, moved, (x,))  # type: ignore[no-any-return]
+
+
+TRACED = torch.__version__ >= "2.13"
+"""Whether Dynamo traces torch.autograd.grad."""
+
+INNER = [curvature, adversarial, adapted]
+
+
+@pytest.mark.parametrize("penalty", [jacobian, directional, nested, accumulated, *([] if TRACED else INNER)])
 @pytest.mark.quick
 @same_as_plain(refused="the step differentiates inside")
 def test_derivatives_inside_of_the_step(run: Run, penalty: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     trains(run, model, lambda x, y: cross_entropy(model(x), y) + penalty(model, x).square().mean())
+
+
+@pytest.mark.skipif(not TRACED, reason="Dynamo traces torch.autograd.grad from torch 2.13 on")
+@pytest.mark.parametrize("penalty", INNER)
+@pytest.mark.quick
+@same_as_plain(replays=16)
+def test_gradients_inside_of_the_step(run: Run, penalty: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+    trains(run, model, lambda x, y: cross_entropy(model(x), y) + penalty(model, x).square().mean())
+
+
+@pytest.mark.quick
+@same_as_plain(refused="a hook of a weight belongs to the gradient inside")
+def test_a_gradient_inside_of_the_step_of_a_weight_with_a_hook(run: Run) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    trains(run, model, lambda x, y: cross_entropy(adapted(model, x), y))
 
 
 @pytest.mark.passes_without_graphs("the step differentiates inside")
