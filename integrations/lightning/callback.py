@@ -311,6 +311,8 @@ class _AutomaticStep:
         output = runner.make(run)
         done(output)
         runner.finish()
+        if not output:
+            self._callback.report().note("training_step returned None in some steps, which train nothing")
         if runner.replayed:
             quietly(self._program.book.replayed)
         else:

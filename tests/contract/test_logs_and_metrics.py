@@ -112,4 +112,7 @@ def test_a_step_that_returns_none_skips_its_update(run: Run) -> None:
             loss = cross_entropy(self.net(batch[0]), batch[1])
             return None if batch_idx % 7 == 3 and loss.item() > 0 else loss
 
-    fit(run, Skipping(), loader(batches(32)))
+    trainer = fit(run, Skipping(), loader(batches(32)))
+    if run.ours:
+        (note,) = trainer.callbacks[0].report().to_dict()["notes"]
+        assert "training_step returned None" in note
