@@ -26,9 +26,6 @@ from pygraph_train.step.by_hand import called_parts
 from pygraph_train.step.loop import Loop
 from pygraph_train.step.sizes import rows_stay
 
-_BATCHES = 20
-"""After so many batches in which nobody stepped an optimizer of Lightning's, a row of the report says so."""
-
 
 class ManualOptimization:
     """Graphs the phases of batches that Lightning makes, from `attach` to `detach`.
@@ -59,7 +56,6 @@ class ManualOptimization:
         )
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, OptimizerGraph] = {}
-        self._unused = _BATCHES if automatic else 0  # batches so far, while no optimizer was stepped
         self._patches = ExitStack()
         self._logs: list[tuple[Any, str, Any]] = []
         self.report = self._loop.report
@@ -95,15 +91,6 @@ class ManualOptimization:
             quietly(lambda: logs.enter_context(standing_in(self._logs)))
             output = stock(*given)
         self._loop.step_ended()
-        if not self._optimizers and self._unused < _BATCHES:
-            self._unused += 1
-            if self._unused == _BATCHES:
-                self._loop.refuse(
-                    f"the optimizers run outside of graphs: in {_BATCHES} batches training_step called step() of no "
-                    "optimizer from self.optimizers()",
-                    "Return the optimizers from configure_optimizers, and call step() of the optimizers that "
-                    "self.optimizers() returns",
-                )
         return output
 
     def _backward(

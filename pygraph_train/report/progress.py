@@ -18,8 +18,9 @@ _ALL = tuple(Phase)
 
 
 @cache
-def _is_whole(plan: Plan, updated: bool) -> bool:
-    return plan.graphs[: 2 + updated] == _ALL[: 2 + updated]
+def _is_whole(plan: Plan, updated: bool | None) -> bool:
+    phases = 2 + (updated is not False)
+    return plan.graphs[:phases] == _ALL[:phases]
 
 
 @dataclass
@@ -38,17 +39,17 @@ class Progress:
     """
 
     steps: int = 0
-    ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
+    ended: Counter[tuple[Plan, bool | None]] = field(default_factory=Counter)
     whole: list[list[int]] = field(default_factory=list)
     recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=RECENT))
     _updated: bool = False
 
-    def step_ended(self, plan: Plan, *, updated: bool) -> None:
+    def step_ended(self, plan: Plan, *, updated: bool | None) -> None:
         """Count a step. Hot path.
 
         Args:
             plan: what of it ran from graphs.
-            updated: whether it had an optimizer step.
+            updated: whether it had an optimizer step. None: it had none if a later step has one.
         """
         self.ended[plan, updated] += 1
         if _is_whole(plan, updated):
@@ -65,12 +66,13 @@ class Progress:
     @property
     def with_optimizer(self) -> int:
         """Steps that had an optimizer step. Where nothing is known of a step, it had one."""
-        return self.steps - sum(count for (_, updated), count in self.ended.items() if not updated)
+        without = (False, None) if self._updated else (False,)
+        return self.steps - sum(count for (_, updated), count in self.ended.items() if updated in without)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether any step had an optimizer step, or nothing is known of the steps."""
-        return not self.ended or any(updated for _, updated in self.ended)
+        return not self.ended or any(updated is not False for _, updated in self.ended)
 
     @property
     def from_graphs(self) -> int:

@@ -104,7 +104,7 @@ class StepReport(Printed):
         """One more step, or micro-batch."""
         self.steps += 1
 
-    def step_ended(self, plan: Plan, *, updated: bool) -> None:
+    def step_ended(self, plan: Plan, *, updated: bool | None) -> None:
         """See `Progress.step_ended`. The log tells of each plan that many steps in a row have had. Hot path."""
         progress = self._progress
         progress.steps = self.steps
@@ -170,6 +170,10 @@ class StepReport(Printed):
         """Note why there is no graph, in the present step or in that one; True when it was not known yet."""
         step = self.steps if step is None else step
         return self.fell_back(Fallback(problem.reason, problem.where, problem.fix, step))
+
+    def withdrawn(self, problem: Problem) -> None:
+        """What was noted does not hold any more."""
+        self.fallbacks = [f for f in self.fallbacks if f.reason != problem.reason]
 
     def note(self, text: str) -> None:
         """Note something worth knowing, once, and where no fallback says it."""

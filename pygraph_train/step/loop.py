@@ -67,7 +67,11 @@ NO_GRAPH = Problem(
 
 _SMALL = Problem("the model has too few operations for graphs of forward and backward")
 
-_PREPARE = "Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup)"
+_UNSTEPPED = Problem(
+    "the optimizer runs without a graph: the loop called step() of no optimizer that pygraph-train knows",
+    fix="Pass the optimizer to accelerator.prepare (in Fabric: fabric.setup; to a GraphedStep: as optimizer=; in "
+    "Lightning: step one of self.optimizers()). Of an optimizer that wraps another, pass the inner one",
+)
 
 
 class Loop:
@@ -107,6 +111,7 @@ class Loop:
     chooser: Chooser | None = None
     steps = replays = reasons = _silent = 0
     active = within = over = False
+    _stepped = False  # whether any optimizer that was taken over has made a step
     _lost = False  # whether a part of the steps has no graph and is not looked at any more
     _votes: Votes | None = None
 
@@ -343,29 +348,32 @@ class Loop:
 
     def _end_step(self) -> None:
         replayed, self._replayed = self._replayed, []
-        updates, updated = bool(replayed) and all(replayed), bool(replayed) or not self._optimizers
+        updated = True if replayed else False if self._optimizers else None
         self.steps += 1
         self.report.step_began()
         calls = list(self._calls)
         called = any(call.calls or call.regions.plain for call in calls)
-        self.count(calls, updates=updates, updated=updated, called=called)
+        self.count(calls, updates=bool(replayed) and all(replayed), updated=updated, called=called)
         graded = max((call.graded for call in calls), default=0)
         for call in calls:
             call.step_ended(graded)
-        if self.steps == self.patience and not self._optimizers:
-            self.refuse("the optimizer runs without a graph: none was prepared", _PREPARE)
+        if replayed and not self._stepped:
+            self._stepped = True
+            self.report.withdrawn(_UNSTEPPED)
+        if not self._stepped and self.steps == (_NO_OPTIMIZER if self._optimizers else self.patience):
+            self.report.failed(_UNSTEPPED, self.steps)
         if self._silent >= _HOPE and called:
             self._remove_modules()
 
     def count(
-        self, calls: Iterable[TracedCall], *, updates: bool, updated: bool, called: bool = True
+        self, calls: Iterable[TracedCall], *, updates: bool, updated: bool | None, called: bool = True
     ) -> bool:
         """Count a training step, which has ended. Hot path.
 
         Args:
             calls: what may have graphs.
             updates: whether it had updates, and all of them were replayed.
-            updated: whether it had updates, as far as one knows.
+            updated: whether it had updates; None where nobody knows.
             called: whether any of these was called, with gradients.
         Returns:
             Whether its forward and backward came from graphs.

@@ -93,6 +93,43 @@ def test_accumulation_by_hand(run: Run) -> None:
     fit(run, Accumulating(), loader(batches(48)))
 
 
+@same_as_plain(replays=12, updates=0)
+def test_an_optimizer_that_lightning_does_not_know(run: Run) -> None:
+    class Own(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.optimizer.step()
+
+        def configure_optimizers(self) -> None:
+            self.optimizer = adamw(self.net)
+
+    trainer = fit(run, Own(), loader(batches(32)))
+    if run.ours:
+        (told,) = trainer.callbacks[0].report().to_dict()["fallbacks"]
+        assert "called step() of no optimizer" in told["reason"] and "self.optimizers()" in told["fix"]
+
+
+@same_as_plain(replays=40, updates=1)
+def test_more_batches_than_the_report_waits_for_are_accumulated(run: Run) -> None:
+    """What the report says of optimizers that nobody steps is withdrawn with the first step."""
+
+    class Accumulating(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch) / 24)
+            if (batch_idx + 1) % 24 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.net)
+
+    trainer = fit(run, Accumulating(), loader(batches(96)))
+    if run.ours:
+        assert "Nothing stands in the way of more" in trainer.callbacks[0].report().headline()
+
+
 @same_as_plain(replays=6, last_bits=True)
 def test_arguments_of_a_backward_by_position(run: Run) -> None:
     """Late backwards are made to be differentiated themselves, and parameters get their gradients all the same."""

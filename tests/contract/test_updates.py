@@ -324,6 +324,48 @@ def test_an_optimizer_of_the_users_own(run: Run) -> None:
         step(batch)
 
 
+@same_as_plain(replays=18, updates=0)
+def test_an_optimizer_whose_step_nobody_calls(run: Run) -> None:
+    """It wraps the one that steps, as that of sharpness-aware minimization (SAM) does."""
+
+    class Sharpness(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        @torch.no_grad()
+        def ascend(self, by: float) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["moved"] = moved = by * p.grad
+                p += moved
+
+        @torch.no_grad()
+        def descend(self) -> None:
+            for p, state in self.state.items():
+                p -= state["moved"]
+            self.inner.step()
+
+    model = Net()
+    optimizer = Sharpness(sgd(model))
+
+    def step_fn(batch: Any) -> Tensor:
+        loss = loss_of(model)(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.ascend(0.05)
+        optimizer.zero_grad()
+        loss_of(model)(batch).backward()
+        optimizer.descend()
+        return loss
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, manual_optimization=True)
+    for batch in batches():
+        step(batch)
+    if run.ours:
+        (told,) = step.report().to_dict()["fallbacks"]
+        assert "called step() of no optimizer" in told["reason"] and "the inner one" in told["fix"]
+
+
 @same_as_plain(replays=12, updates=0)
 def test_hooks_of_the_optimizer_are_called_for_every_update(run: Run) -> None:
     model, called = Net(), []
