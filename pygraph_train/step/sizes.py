@@ -66,4 +66,7 @@ def rows_stay(loader: Any) -> bool:
     sampler: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, BatchSampler):
         return False
-    return sampler.drop_last or len(sampler.sampler) % sampler.batch_size == 0  # type: ignore[arg-type]
+    try:
+        return sampler.drop_last or len(sampler.sampler) % sampler.batch_size == 0  # type: ignore[arg-type]
+    except Exception:  # that of an IterableDataset has no length
+        return False

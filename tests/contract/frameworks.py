@@ -288,7 +288,7 @@ def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = N
     Args:
         way: "callback" for `PyGraphTrainerCallback`, "trainer" for `PyGraphTrainer`.
         base: the user's own Trainer class, which PyGraphTrainer stands before then.
-        **options: `data`, `callbacks` and what TrainingArguments take.
+        **options: `data` (items, or a data set), `callbacks` and what TrainingArguments take.
     """
     import transformers
 
@@ -316,7 +316,7 @@ def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = N
     made = cls(
         model=model or Words(),
         args=args,
-        train_dataset=Listed(data),
+        train_dataset=data if isinstance(data, Dataset) else Listed(data),
         eval_dataset=Listed(sentences(10)),
         callbacks=callbacks,
         **more,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from .compare import Run, same_as_plain
 from .frameworks import ACCELERATOR, fit, loader, memory_logger
@@ -115,6 +116,16 @@ def test_a_step_reads_gradients_of_the_step_before(run: Run) -> None:
             run.note("norm", outputs["norm"].detach().clone())
 
     fit(run, Reading(), loader(2 * [*batches(13), *batches(1, size=3)]))
+
+
+@same_as_plain(replays=12)
+def test_a_data_set_without_a_length(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([(x[0], y[0]) for x, y in batches(50)])
+
+    fit(run, Module(), DataLoader(Stream(), batch_size=4), max_epochs=2)
+    assert not [record for record in caplog.records if record.name == "pygraph_train"]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

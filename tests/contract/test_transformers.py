@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from .compare import Run, same_as_plain
 from .frameworks import Listed, Words, bert, forget_accelerators, sentences, train, trainer
@@ -123,6 +124,17 @@ def test_padded_batches_of_many_lengths(run: Run, way: str) -> None:
     lengths = [4 + 2 * (number // 4 % 3) for number in range(160)]  # the Trainer pads within a batch
     data = [{name: t[:n] for name, t in s.items()} for s, n in zip(sentences(160), lengths, strict=True)]
     trainer(run, way, data=data, train_sampling_strategy="sequential")
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_a_data_set_without_a_length(run: Run, way: str) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(sentences(50))
+
+    trainer(run, way, data=Stream(), max_steps=20)
 
 
 @WAYS
