@@ -812,7 +812,7 @@ def test_with_a_scaler_accelerate_leaves_nothing_on_the_optimizer() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
     steps: list[Any] = []
-    undo = route_step(optimizer, steps.append)
+    undo = route_step(optimizer, lambda body, closure: steps.append(body))
     optimizer.step()
     assert len(steps) == 1
     model(torch.randn(8, 6)).sum().backward()

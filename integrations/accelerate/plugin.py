@@ -362,27 +362,27 @@ def graph_steps(loop: Loop, optimizer: AcceleratedOptimizer) -> Callable[[], Non
     """Have a loop make the steps of a prepared optimizer. Returns the undo."""
     graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
 
-    def step(body: Callable[[], None]) -> None:
+    def step(body: Callable[..., None], closure: Any) -> None:
         nonlocal graph
         if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
             quietly(graph.close)
             graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        loop.step(graph, body)
+        loop.step(graph, loop.given(graph, body, closure)[0])
 
     return route_step(optimizer, step)
 
 
 def route_step(
-    optimizer: AcceleratedOptimizer, run: Callable[[Callable[[], None]], None]
+    optimizer: AcceleratedOptimizer, run: Callable[[Callable[..., None], Any], None]
 ) -> Callable[[], None]:
-    """Make `optimizer.step()` go through `run(body)` where gradients are synchronised. Returns the undo."""
+    """Make `optimizer.step()` go through `run(body, closure)` where gradients are synchronised. Returns the undo."""
     stock = vars(optimizer).get("step")  # of a scheduler, which counts its calls
     if stock is None and type(optimizer) is not AcceleratedOptimizer:
         return nothing
     inner, routed = optimizer.step, [True]
 
-    def body() -> None:
-        inner()
+    def body(*closure: Any) -> None:
+        inner(*closure)
         own, kind = vars(optimizer.optimizer), type(optimizer.optimizer)
         # a scaler leaves the optimizer's own method behind, which looks as if somebody had replaced it
         if optimizer.scaler is not None and getattr(own.get("step"), "__func__", None) is kind.step:
@@ -391,9 +391,10 @@ def route_step(
     def step(self: AcceleratedOptimizer, closure: Any = None) -> None:
         if self is not optimizer:  # a copy
             return type(self).step(self, closure)
-        if closure is not None or not self.gradient_state.sync_gradients or not routed:
+        scaled = closure is not None and self.scaler is not None
+        if scaled or not self.gradient_state.sync_gradients or not routed:
             return inner(closure)
-        run(body)
+        run(body, closure)
 
     replaced = types.MethodType(step, optimizer)  # a pickled one becomes the method of the class again
     if hasattr(inner, "_wrapped_by_lr_sched"):

@@ -273,11 +273,12 @@ class PyGraphFabric:
 
     def _optimizer_step(self, stock: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         """`strategy.optimizer_step`, from the optimizer's own graph where it has one."""
-        body = functools.partial(stock, optimizer, **kwargs)
-        graph, loop = self._graphs.get(id(optimizer)), self._loop
-        if loop is None or graph is None or kwargs:  # a closure
-            return body()
-        return loop.step(graph, body)
+        graph, loop, closure = self._graphs.get(id(optimizer)), self._loop, kwargs.get("closure")
+        if loop is None or graph is None or (kwargs and (closure is None or graph.scaling.on)):
+            return stock(optimizer, **kwargs)
+        body, made = loop.given(graph, lambda *c: stock(optimizer, **(kwargs if c else {})), closure)
+        loop.step(graph, body)
+        return made[-1]
 
     def _backward(self, stock: Callable[..., None], *given: Any, **named: Any) -> None:
         """`strategy.backward`, without autograd where that is possible."""

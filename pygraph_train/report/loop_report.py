@@ -8,8 +8,8 @@ from typing import Any
 from pygraph_train.report.step_report import StepReport
 
 _NO_OPTIMIZER = (
-    "no step is counted, because no prepared optimizer made a step without a closure. Pass the optimizer to "
-    "accelerator.prepare (in Fabric: fabric.setup), and call step() without a closure"
+    "no step is counted, because no prepared optimizer made a step. Pass the optimizer to accelerator.prepare (in "
+    "Fabric: fabric.setup)"
 )
 
 

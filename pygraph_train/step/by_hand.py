@@ -70,17 +70,11 @@ class StepsByHand(FunctionStep):
 
         @functools.wraps(stock)  # schedulers look for their own mark on it
         def step(closure: Any = None) -> Any:
-            made: list[Any] = [None]
-            body: Callable[[], Any] = stock
             routed = vars(optimizer).pop("step")
             if own is not None:
                 vars(optimizer)["step"] = own
             try:
-                if closure is not None and arranged(graph.serves, loop.report.failed):
-                    with torch.enable_grad():  # optimizers that graphs serve call it once, and first
-                        made.append(closure())
-                elif closure is not None:
-                    body = lambda: made.append(stock(closure))  # noqa: E731
+                body, made = loop.given(graph, stock, closure)
                 loop.update(graph, body)
                 return made[-1]
             finally:

@@ -321,6 +321,19 @@ class Loop:
         if self._rounds.ends_with(graph):
             self.made_elsewhere() if self.over else self._end_step()
 
+    def given(
+        self, graph: OptimizerGraph | None, body: Callable[..., Any], closure: Any
+    ) -> tuple[Callable[[], Any], list[Any]]:
+        """The step of an optimizer that may have been given a closure, and what it returns, at the end, once made."""
+        made: list[Any] = [None]
+        if closure is None:
+            return body, made
+        if graph is None or not arranged(graph.serves, self.report.failed):
+            return lambda: made.append(body(closure)), made
+        with torch.enable_grad():  # optimizers that graphs serve call it once, and first
+            made.append(closure())
+        return body, made
+
     def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
         made = once(body)

@@ -51,6 +51,25 @@ def test_a_stock_loop(run: Run) -> None:
         run.note("loss and rate", [loss, schedule.get_last_lr()])
 
 
+@same_as_plain(replays=5, updates=4)
+def test_a_stock_loop_with_closures(run: Run) -> None:
+    """They are called where the optimizer steps, at the end of an accumulation."""
+    accelerate = accelerator(run, gradient_accumulation_steps=3)
+    model, optimizer, data, schedule = prepared(run, accelerate)
+    for x, y in run.each(data):
+        with accelerate.accumulate(model):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                loss = cross_entropy(model(x), y)
+                accelerate.backward(loss)
+                run.note("loss", loss)
+                return loss
+
+            optimizer.step(closure)
+            schedule.step()
+            optimizer.zero_grad()
+
+
 @same_as_plain(replays=12)
 def test_hooks_come_and_go_in_the_middle_of_an_accumulation(run: Run) -> None:
     """The gradient of the micro-batch before lies where a replay puts the next one."""

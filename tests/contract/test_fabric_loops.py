@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .compare import Run, same_as_plain
+from .compare import Run, compare, same_as_plain
 from .frameworks import ACCELERATOR, fabric, loader, train_compiled
 from .models import Net, adamw, batches, cross_entropy
 
@@ -51,6 +51,29 @@ def test_a_backward_that_is_not_fabrics(run: Run) -> None:
         cross_entropy(out, y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lbfgs", [False, True])
+@pytest.mark.quick
+def test_a_stock_loop_with_closures(lbfgs: bool) -> None:
+    def train(run: Run) -> None:
+        made = fabric(run)
+        model = Net(dropout=0.0)
+        optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3) if lbfgs else adamw(model)
+        model, optimizer = made.setup(model, optimizer)
+        run.watch(model)
+
+        for x, y in run.each(batches()):
+
+            def closure(x: Any = x, y: Any = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y)
+                made.backward(loss)
+                return loss
+
+            run.note("loss", optimizer.step(closure))
+
+    compare(train, replays=18, updates=0 if lbfgs else 15)
 
 
 @same_as_plain(replays=8)
