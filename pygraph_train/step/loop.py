@@ -62,7 +62,7 @@ graphs that Dynamo makes are slower.
 
 NO_GRAPH = Problem(
     "Dynamo finds no graph of this step that serves the next one: it breaks the graph, or traces it anew in each step",
-    fix="explain and TORCH_LOGS=recompiles,graph_breaks say where. A number that the step changes is a usual cause",
+    fix="See where with explain and TORCH_LOGS=recompiles,graph_breaks. Often a number changes in each step",
 )
 
 _SMALL = Problem("the model has too few operations for graphs of forward and backward")
