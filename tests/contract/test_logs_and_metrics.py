@@ -114,5 +114,5 @@ def test_a_step_that_returns_none_skips_its_update(run: Run) -> None:
 
     trainer = fit(run, Skipping(), loader(batches(32)))
     if run.ours:
-        (note,) = trainer.callbacks[0].report().to_dict()["notes"]
-        assert "training_step returned None" in note
+        notes = trainer.callbacks[0].report().to_dict()["notes"]
+        assert any("training_step returned None" in note for note in notes)
