@@ -102,7 +102,7 @@ NAMES = {
             torch._dynamo.config: compiled_autograd ignore_logging_functions
             torch._dynamo.convert_frame: ConvertFrame
             torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
-            torch._dynamo.variables: TensorVariable.method_requires_grad_
+            torch._dynamo.variables: TensorVariable.method_backward TensorVariable.method_requires_grad_
             torch._functorch.config: patch
             torch.autograd: Variable._execution_engine.queue_callback
         """,
