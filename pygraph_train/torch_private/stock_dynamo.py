@@ -180,10 +180,11 @@ def _one_step_tells() -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     def layer(whole: Callable[..., Any], given: Any, *others: Any, **named: Any) -> Any:
-        if type(given) is not FakeTensor or get_proxy_mode() is not None:  # its operations are asked for
-            return whole(given, *others, **named)
-        one, last = whole(given.narrow(0, 0, 1), *others, **named)
-        return one.repeat(given.shape[0], 1, 1), last
+        tells = type(given) is FakeTensor and get_proxy_mode() is None  # else its operations are asked for
+        out, last = whole(given.narrow(0, 0, 1) if tells else given, *others, **named)
+        if type(last) is tuple:  # states of an LSTM, to which torch 2.11 adds a dimension
+            last = tuple(state.flatten(0, -2) for state in last)
+        return out.repeat(given.shape[0], 1, 1) if tells else out, last
 
     lstm, rnn = (functools.partial(layer, whole) for whole in (stock.one_layer_lstm, stock.one_layer_rnn))
     return standing_in([(stock, "one_layer_lstm", lstm), (stock, "one_layer_rnn", rnn)])

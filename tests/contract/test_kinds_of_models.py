@@ -257,6 +257,23 @@ def test_recurrent_layers(run: Run, kind: Any, options: dict[str, Any]) -> None:
     trains(run, Recurrent(kind, **options))
 
 
+class Ending(Recurrent):
+    """Looks at the state behind the last step of time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.layer(self.first(x.view(len(x), -1, 2)))[1]
+        states = states[0] if isinstance(states, tuple) else states
+        assert states.shape == (1, len(x), 4)
+        return self.head(states[-1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.quick
+@same_as_plain(replays=10)
+def test_states_of_recurrent_layers(run: Run, kind: Any) -> None:
+    trains(run, Ending(kind))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}])
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws other masks, see the next test")
