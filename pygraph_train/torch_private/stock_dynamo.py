@@ -300,8 +300,7 @@ def _inner_leaves() -> Iterator[None]:
     stock, accumulates = TensorVariable.method_requires_grad_, TensorVariable.method_backward
 
     def backward(self: Any, *given: Any, **named: Any) -> Any:
-        off = {"trace_autograd_ops": False} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
-        with torch._dynamo.config.patch(off):
+        with torch._dynamo.config.patch(trace_autograd_ops=False):
             return accumulates(self, *given, **named)
 
     def method(self: Any, tx: Any, requires_grad: Any = True) -> Any:
@@ -313,7 +312,9 @@ def _inner_leaves() -> Iterator[None]:
         self.requires_grad = example.requires_grad_().requires_grad
         return self
 
-    made = {"requires_grad_": method, "backward": backward}
+    made = {"requires_grad_": method}
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):  # not in 2.11 and 2.12
+        made["backward"] = backward
     table = getattr(TensorVariable, "tp_methods", {})  # 2.15
     known = {name: type(table[name])(made[name]) for name in made if name in table}
     changes = ((TensorVariable, f"method_{name}", change) for name, change in made.items())
