@@ -367,7 +367,7 @@ def graph_steps(loop: Loop, optimizer: AcceleratedOptimizer) -> Callable[[], Non
         if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
             quietly(graph.close)
             graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        loop.step(graph, loop.given(graph, body, closure)[0])
+        loop.step(graph, loop.with_closure(graph, body, closure)[0])
 
     return route_step(optimizer, step)
 

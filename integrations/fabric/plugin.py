@@ -276,7 +276,7 @@ class PyGraphFabric:
         graph, loop, closure = self._graphs.get(id(optimizer)), self._loop, kwargs.get("closure")
         if loop is None or graph is None or (kwargs and (closure is None or graph.scaling.on)):
             return stock(optimizer, **kwargs)
-        body, made = loop.given(graph, lambda *c: stock(optimizer, **(kwargs if c else {})), closure)
+        body, made = loop.with_closure(graph, lambda *c: stock(optimizer, **(kwargs if c else {})), closure)
         loop.step(graph, body)
         return made[-1]
 

@@ -74,7 +74,7 @@ class StepsByHand(FunctionStep):
             if own is not None:
                 vars(optimizer)["step"] = own
             try:
-                body, made = loop.given(graph, stock, closure)
+                body, made = loop.with_closure(graph, stock, closure)
                 loop.update(graph, body)
                 return made[-1]
             finally:

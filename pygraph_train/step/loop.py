@@ -321,10 +321,18 @@ class Loop:
         if self._rounds.ends_with(graph):
             self.made_elsewhere() if self.over else self._end_step()
 
-    def given(
+    def with_closure(
         self, graph: OptimizerGraph | None, body: Callable[..., Any], closure: Any
     ) -> tuple[Callable[[], Any], list[Any]]:
-        """The step of an optimizer that may have been given a closure, and what it returns, at the end, once made."""
+        """The step of an optimizer to which the loop may give a closure. A graph serves it without one: it runs here.
+
+        Args:
+            graph: of the step, if it has one.
+            body: makes the step, called with the closure or without arguments.
+            closure: computes the loss and its gradients; None where the loop gives none.
+        Returns:
+            What makes the step, and a list whose last item is what the step returns, once it is made.
+        """
         made: list[Any] = [None]
         if closure is None:
             return body, made
