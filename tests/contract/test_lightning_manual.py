@@ -77,20 +77,27 @@ def test_one_optimizer_with_clipping_and_a_scheduler(run: Run) -> None:
     fit(run, Clipping(), loader(batches()))
 
 
+class Accumulating(Manual):
+    """Steps its optimizer after so many batches."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / self.count)
+        if (batch_idx + 1) % self.count == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.net)
+
+
 @same_as_plain(replays=12, updates=4)
 def test_accumulation_by_hand(run: Run) -> None:
-    class Accumulating(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            self.manual_backward(self.loss(batch) / 3)
-            if (batch_idx + 1) % 3 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def configure_optimizers(self) -> Any:
-            return adamw(self.net)
-
-    fit(run, Accumulating(), loader(batches(48)))
+    fit(run, Accumulating(3), loader(batches(48)))
 
 
 @same_as_plain(replays=12, updates=0)
@@ -113,19 +120,7 @@ def test_an_optimizer_that_lightning_does_not_know(run: Run) -> None:
 @same_as_plain(replays=40, updates=1)
 def test_more_batches_than_the_report_waits_for_are_accumulated(run: Run) -> None:
     """What the report says of optimizers that nobody steps is withdrawn with the first step."""
-
-    class Accumulating(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            self.manual_backward(self.loss(batch) / 24)
-            if (batch_idx + 1) % 24 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def configure_optimizers(self) -> Any:
-            return adamw(self.net)
-
-    trainer = fit(run, Accumulating(), loader(batches(96)))
+    trainer = fit(run, Accumulating(24), loader(batches(96)))
     if run.ours:
         assert "Nothing stands in the way of more" in trainer.callbacks[0].report().headline()
 
