@@ -1140,7 +1140,6 @@ _DIFFERENTIATES = Problem(
     "replay",
     fix="Remove the hooks, or nothing",
 )
-
 _HOOKED = Problem(
     "a part of the step runs without a graph: its parameters have hooks, which may talk to other processes, and a "
     "replay calls them at another time",

@@ -49,7 +49,7 @@ class Progress:
 
         Args:
             plan: what of it ran from graphs.
-            updated: whether it had an optimizer step. None: it had none if a later step has one.
+            updated: whether it had an optimizer step; None where nobody knows: it had none if a later step has one.
         """
         self.ended[plan, updated] += 1
         if _is_whole(plan, updated):

@@ -23,7 +23,7 @@ class Growing:
     """The lists and numbers that one function was traced with. A list that has grown since is left to Python."""
 
     def __init__(self) -> None:
-        self._lengths, self._numbers = dict[tuple[str, int], float](), dict[str, int]()
+        self._lengths, self._numbers = dict[tuple[str, int], int](), dict[str, int]()
 
     def grows(self, name: str, value: Any) -> bool:
         """Whether a list has grown since it was traced before, under this name: the next list may have its id."""
