@@ -54,6 +54,12 @@ COMMUNICATES = "other processes take part in an operation of it"
 _OF_PARTS = ("to_local", "from_local", "redistribute", "full_tensor")
 """Ends of names of what makes and divides DTensors, with collectives that a graph can hold."""
 
+_CONSTANTS = {"tensor", "as_tensor", "new_tensor"}
+"""What sends numbers of Python to a device."""
+
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+_TAKE_OF_HOST = {"getitem", "setitem", "copy_"}
+
 _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
 _MODES = {_GRAD_MODE, "_enter_autocast", "_sdpa_kernel", "_set_sdp_priority_order"}
@@ -409,11 +415,14 @@ def _fetched(gm: GraphModule) -> set[Node]:
     It runs last, and what it is copied from may be written until then: it is copied from a clone without gradients.
     """
     found: dict[Node, list[Node]] = {}
-    for n in gm.graph.nodes:
+    written: list[Any] = []
+    for n in [*gm.graph.nodes] * 2:  # what is written in the end is made there as well
         sources = [x for x in n.all_input_nodes if isinstance(value_of(x), Tensor)]
         there = [x for x in sources if x not in found and not is_on_host(x)]
-        if n.op.startswith("call") and (any(x in found for x in sources) or (is_on_host(n) and bool(there))):
-            found[n] = there
+        follows = any(x in found for x in sources) or _lie_in([n, *sources], written)
+        if n.op.startswith("call") and (follows or (is_on_host(n) and bool(there))):
+            found.setdefault(n, there)
+            written += _written_storages(n)
     if any(getattr(value_of(n), "requires_grad", False) for n in found):
         return set()
     for n, there in found.items():
@@ -441,20 +450,21 @@ class HostPart:
     """
 
     def __init__(self, gm: GraphModule) -> None:
-        nodes, alone, front = list(gm.graph.nodes), set[Node](), dict[Node, None]()
+        _send_constants(gm)
+        nodes, front = list(gm.graph.nodes), dict[Node, None]()
+        alone, written = _computed_alone(nodes[:-1])
         for n in nodes[:-1]:
-            here = is_on_host(n) and not value_of(n).requires_grad
-            if not n.op.startswith("call"):
-                alone |= {n} if here or not isinstance(value_of(n), Tensor) else set()
-            elif isinstance(value_of(n), Tensor) and alone.issuperset(given := n.all_input_nodes):
-                sent = not here and any(map(is_on_host, given))
-                follows = here and any(
-                    x in front or (x.op == "placeholder" and is_on_host(x) and value_of(x).dim())
-                    for x in given
-                )
-                if sent or follows or (here and (_writes(n) or _DRAWING.search(str(n.target)))):
-                    front[n] = None
-                alone |= {n} if here else set()
+            given = n.all_input_nodes
+            if not n.op.startswith("call") or not alone.issuperset(given):
+                continue
+            sent = n not in alone and (any(map(is_on_host, given)) or _name(n) in _CONSTANTS)
+            follows = any(
+                x in front or (x.op == "placeholder" and is_on_host(x) and value_of(x).dim()) for x in given
+            )
+            acts = _DRAWING.search(str(n.target)) or _lie_in([n, *given], written)
+            own = n in alone and bool(_tensors(n)) and (follows or acts)
+            if sent or own or (n in alone and _written_storages(n)):
+                front[n] = None
         self.any = bool(front)
         if not self.any:
             return
@@ -487,24 +497,104 @@ class HostPart:
         return whole
 
 
+def _send_constants(gm: GraphModule) -> None:
+    """Let operations of their own send to the device what others would send: indices, and what is copied there."""
+    for n in gm.graph.nodes:
+        if _name(n) in _CONSTANTS and isinstance(value_of(n), Tensor) and not is_on_host(n):
+            _make_there(n)
+        into = value_of(n.args[0]) if n.args and isinstance(n.args[0], Node) else None
+        if _name(n) in _TAKE_OF_HOST and isinstance(into, Tensor) and not is_on_host(n.args[0]):
+            n.args = (n.args[0], *(_sent(gm, x, n, into) for x in n.args[1:]))
+    gm.recompile()
+
+
+def _make_there(node: Node) -> None:
+    """Let what makes a tensor of numbers ask for no other tensor. One number is filled in on the device."""
+    of_tensor = _name(node) == "new_tensor"
+    if any(_tensors(x) for x in node.all_input_nodes if not of_tensor or x is not node.args[0]):
+        return  # it may be a view of another tensor
+    data = node.kwargs["data"] if "data" in node.kwargs else node.args[of_tensor]
+    one = isinstance(value_of(data) if isinstance(data, Node) else data, _NUMBERS)
+    value = value_of(node)
+    device = None if value.is_cpu else value.device
+    node.op, node.target = "call_function", torch.full if one else torch.tensor
+    node.args = ((), data) if one else (data,)
+    node.kwargs = {"dtype": value.dtype, "device": device, "requires_grad": value.requires_grad}
+
+
+def _sent(gm: GraphModule, given: Any, to: Node, into: Tensor) -> Any:
+    """An index or a value that an operation on a tensor takes, on the device of that tensor."""
+    call: tuple[Any, ...]
+    if isinstance(given, tuple):
+        return tuple(_sent(gm, x, to, into) for x in given)
+    if isinstance(given, list) and given and all(type(i) is int for i in given):
+        call = "call_function", torch.tensor, (given,), {"device": into.device}
+        example = into.new_empty(len(given), dtype=torch.int64, requires_grad=False)
+    elif isinstance(given, Node) and is_on_host(given) and _tensors(given)[0].dim():
+        call = "call_method", "to", (given, into.device), {}
+        example = value_of(given).to(into.device)
+    else:
+        return given
+    with gm.graph.inserting_before(to):
+        made = gm.graph.create_node(*call)
+    made.meta["example_value"] = example
+    return made
+
+
+def _computed_alone(nodes: Sequence[Node]) -> tuple[set[Node], list[Any]]:
+    """What the host computes alone, and the storages that it writes there.
+
+    No tensor of a device leads to it, and nothing but the host alone writes what it reads.
+    """
+    shared: list[Any] = []
+    while True:
+        alone, written, others = set[Node](), list[Any](), list[Any]()
+        for n in nodes:
+            tensors = _tensors(n)
+            here = not any(t.requires_grad for t in tensors) and not _lie_in([n], shared)
+            here = here and (not tensors or is_on_host(n))
+            if here and alone.issuperset(n.all_input_nodes):
+                alone.add(n)
+            if n.op.startswith("call") and (storages := _written_storages(n)):
+                (written if n in alone else others).extend(storages)
+        if all(any(s is x for x in shared) for s in others):
+            return alone, written
+        shared += others
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    value = value_of(node)
+    return [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, Tensor)]
+
+
+def _storages(nodes: Sequence[Any]) -> list[Any]:
+    """Where the tensors that nodes compute lie."""
+    made = [t for n in nodes if isinstance(n, Node) for t in _tensors(n)]
+    return [t.untyped_storage() for t in made if t.layout is torch.strided]
+
+
+def _lie_in(nodes: Sequence[Node], storages: Sequence[Any]) -> bool:
+    return bool(storages) and any(s is x for s in _storages(nodes) for x in storages)
+
+
 def value_of(node: Node) -> Any:
     """The fake tensor, or the number, that stands for what a node computes."""
     return node.meta.get("example_value")
 
 
 def is_on_host(node: Node) -> bool:
-    """Whether it computes a tensor in memory of the host.
+    """Whether it computes tensors in memory of the host.
 
     Dynamo of torch 2.11 does not ask for the default device: what is made without a device is on another one.
     """
-    value = value_of(node)
-    if not isinstance(value, Tensor) or not value.is_cpu:
+    tensors = _tensors(node)
+    if not tensors or not all(t.is_cpu for t in tensors):
         return False
     if not node.op.startswith("call") or default_device() == "cpu":
         return True
     if "pygraph_on_host" not in node.meta:
-        given = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
-        there = [n for n in given if value_of(n).is_cpu]
+        given = [n for n in node.all_input_nodes if _tensors(n)]
+        there = [n for n in given if all(t.is_cpu for t in _tensors(n))]
         node.meta["pygraph_on_host"] = all(map(is_on_host, there)) if given else "device" in node.kwargs
     return bool(node.meta["pygraph_on_host"])
 
@@ -545,7 +635,10 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
             why = why or "eager kernels cannot compute derivatives of torch.func in a graph"
         if not eager or node.op != "call_function":
             continue
-        if name in _RECURRENT and len(node.args) == 9 and all(node.args[5:7]):  # it draws masks
+        packed = len(node.args) == 9 and isinstance(node.args[3], (list, tuple))
+        if (
+            name in _RECURRENT and len(node.args) == 9 and not packed and all(node.args[5:7])
+        ):  # it draws masks
             node.target, node.args = _rnn_by_layers, (name, *node.args)
             changed.add(part)
         if not isinstance(target, HigherOrderOperator):
@@ -568,21 +661,19 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
 
 def written_inputs(gm: GraphModule) -> set[str]:
     """Names of inputs that a graph writes in place. Of writes through `.data` no version tells."""
+    written = [s for n in gm.graph.nodes for s in _written_storages(n)]
+    return {n.name for n in gm.graph.find_nodes(op="placeholder") if _lie_in([n], written)}
 
-    def storages(value: Any) -> list[Any]:
-        nodes = value if isinstance(value, (list, tuple)) else [value]
-        made = [n.meta.get("example_value") for n in nodes if isinstance(n, Node)]
-        return [t.untyped_storage() for t in made if isinstance(t, Tensor) and t.layout is torch.strided]
 
-    def target(node: Node) -> Any:
-        named: dict[str, Any] = node.kwargs
-        if _name(node) == _TRITON:  # it may write each of them
-            return list(named["kwargs"].values())
-        return named["out"] if "out" in named else node.args[0]
-
-    written = [s for n in gm.graph.nodes if _writes(n) for s in storages(target(n))]
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return {n.name for n in inputs if any(s is w for s in storages(n) for w in written)}
+def _written_storages(node: Node) -> list[Any]:
+    """Where an operation writes in place."""
+    if not _writes(node):
+        return []
+    named: dict[str, Any] = node.kwargs
+    if _name(node) == _TRITON:  # it may write each of them
+        return _storages(list(named["kwargs"].values()))
+    target = named["out"] if "out" in named else node.args[0]
+    return _storages(target if isinstance(target, (list, tuple)) else [target])
 
 
 def _writes(node: Node) -> bool:

@@ -825,6 +825,35 @@ def noise_levels_that_the_host_draws(case: Case) -> Any:
     return step
 
 
+@case(19)
+def indices_that_the_host_writes(case: Case) -> Any:
+    """They are sent, and what they are used for is both `to()` and an index."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        rows = torch.zeros(8, dtype=torch.int64, device="cpu")
+        rows[0] = 5
+        rows[1:] += torch.arange(1, 8, device="cpu")
+        a, b = torch.meshgrid(*2 * [torch.arange(2, device="cpu")], indexing="ij")
+        columns = torch.stack([a, b]).flatten(1).sum(0)
+        x = x[rows.to(x.device)] + x[:, columns].sum(1, keepdim=True)
+        x[0:1] = torch.arange(6.0, device="cpu")
+        return case.loss(x, y[rows])
+
+    return step
+
+
+@case(19)
+def constants_of_the_step(case: Case) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = torch.where(x > 0, torch.tensor(0.25, device=x.device), x) * x.new_tensor(2)
+        x = x + torch.tensor([0.5, 1.0, 2.0, 0.1, 0.2, 0.3], device=x.device)
+        x[:, [0, 2]] = 0.5
+        weights = x.new_tensor([0.2, 0.3, 0.5])
+        return cross_entropy(case.model(x[:, [5, 4, 3, 2, 1, 0]]), y, weight=weights)
+
+    return step
+
+
 @case(16)
 def a_layer_that_is_dropped_at_random(case: Case) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -283,6 +283,25 @@ def test_recurrent_layers_with_dropout(run: Run, kind: Any, options: dict[str, A
     trains(run, Recurrent(kind, num_layers=3, dropout=0.4, **options))
 
 
+class Packed(Recurrent):
+    """Rows of several lengths, which the host knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.view(len(x), -1, 2))
+        lengths = 3 - torch.arange(len(x), device="cpu") * 3 // len(x)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        found, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(found.mean(1))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.quick
+@same_as_plain(replays=10)
+def test_packed_rows(run: Run, kind: Any, dropout: float) -> None:
+    trains(run, Packed(kind, num_layers=2, dropout=dropout))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.quick
 def test_seeds_tell_what_replays_of_recurrent_layers_draw(kind: Any) -> None:

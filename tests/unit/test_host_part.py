@@ -147,6 +147,117 @@ def float64_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def int32_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it may be an index."""
+    monkeypatch.setattr(
+        passes, "is_on_host", lambda n: {t.dtype for t in passes._tensors(n)} == {torch.int32}
+    )
+
+
+def equal_and_free_of(names: set[str], fn: Callable[..., Any], *given: Any) -> HostPart:
+    """What the device computes has none of these operations, and the whole computes what the function does."""
+    expected = fn(*(g.clone() if isinstance(g, Tensor) else g for g in given))
+    (gm,) = graphs_of(fn, *given)
+    inputs = [given[i] for i, _ in enumerate(gm.graph.find_nodes(op="placeholder"))]
+    part = HostPart(gm)
+    found = part.around(part.rest.forward)(*inputs) if part.any else gm(*inputs)
+    assert torch.equal(found[0], expected), fn
+    assert not names & set(operations(part.rest if part.any else gm)), fn
+    return part
+
+
+@pytest.mark.usefixtures("int32_is_of_the_host")
+def test_what_the_host_writes_in_place_is_sent_with_what_it_wrote() -> None:
+    def filled(x: Tensor) -> Tensor:
+        rows = torch.zeros(4, dtype=torch.int32)
+        rows[0] = 3
+        rows[1:] += 1
+        return x[rows.to(torch.int64)].sum()
+
+    def read_by_both(x: Tensor) -> Tensor:
+        rows = torch.zeros(4, dtype=torch.int32)
+        before = rows * 2
+        rows[0] = 3
+        return x[rows.to(torch.int64)].sum() * rows[0] - before.to(torch.float32).sum()
+
+    def by_out(x: Tensor) -> Tensor:
+        rows = torch.zeros(3, dtype=torch.int32)
+        torch.add(torch.ones(3, dtype=torch.int32), 1, out=rows)
+        return x[rows.to(torch.int64)].sum()
+
+    def of_the_device(x: Tensor) -> Tensor:
+        rows = torch.zeros(4, dtype=torch.int32)
+        rows[0] = (x.sum() > 0).int().to(torch.int64)
+        return x[rows.to(torch.int64)].sum()
+
+    x = torch.linspace(-1, 2, 24).view(4, 6)
+    for fn in (filled, read_by_both, by_out):
+        assert equal_and_free_of({"to" if fn is not read_by_both else "zeros"}, fn, x).any
+    assert not equal_and_free_of(set(), of_the_device, x).any, "the host does not compute it alone"
+
+
+def test_indices_and_values_of_the_host_are_sent() -> None:
+    def grid(x: Tensor) -> Tensor:
+        a, b = torch.meshgrid(*2 * [torch.arange(2, dtype=torch.int32)], indexing="ij")
+        rows = torch.stack([a, b]).flatten(1).sum(0, dtype=torch.int32)
+        y = x.clone()
+        y[rows] = 0.5
+        y[0:1] = torch.arange(6, dtype=torch.int32)
+        y[1].copy_(torch.arange(6, dtype=torch.int32))
+        return y[rows, 2].sum() + x[..., rows].square().sum()
+
+    part, _ = split(grid, ON_DEVICE)
+    assert "to" not in operations(part.rest)
+    inputs = [n.meta["example_value"] for n in part.rest.graph.find_nodes(op="placeholder")]
+    assert len(inputs) == 6 and all(t.is_meta for t in inputs)
+
+
+@pytest.mark.usefixtures("int32_is_of_the_host")
+def test_lists_that_are_indices_are_sent() -> None:
+    def lists(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, [0, 2]] = 0.5
+        return y[[1, 3]].sum() + x[..., [-2]].square().sum() + x[1:, [0]].sum()
+
+    x = torch.linspace(-1, 2, 24).view(4, 6)
+    part = equal_and_free_of({"tensor"}, lists, x)
+    assert part.any and not any(isinstance(a, list) for n in part.rest.graph.nodes for a in n.args)
+
+
+@pytest.mark.usefixtures("int32_is_of_the_host")
+def test_numbers_are_filled_in_where_they_are_used() -> None:
+    def numbers(x: Tensor) -> Tensor:
+        x = torch.where(x > 0, torch.tensor(0.25, device=x.device), x) * x.new_tensor(2)
+        return (x + torch.as_tensor(True) + torch.tensor(data=3, dtype=torch.float64).float()).sum()
+
+    def lists(x: Tensor) -> Tensor:
+        weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 1.0], device=x.device)
+        return ((x * weights).sum() + x.new_tensor([0.1, 0.2])).sum()
+
+    x = torch.linspace(-1, 2, 24).view(4, 6)
+    assert not equal_and_free_of({"tensor", "as_tensor", "new_tensor"}, numbers, x).any
+    assert equal_and_free_of({"tensor", "new_tensor"}, lists, x).any
+
+
+@pytest.mark.usefixtures("float64_is_of_the_host")
+def test_what_is_written_to_the_host_is_read_after_that() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        out = x @ WEIGHTS
+        told = torch.zeros(2, dtype=torch.float64)
+        told[0] = out.detach().sum().to(torch.float64)
+        return out.sum(), told.sum()
+
+    x = torch.linspace(-2, 2, 24).view(4, 6)
+    (gm,) = graphs_of(step, x)
+    parts = halves(gm)
+    assert parts is not None
+    inputs = [n.meta["example_value"].shape for n in gm.graph.find_nodes(op="placeholder")]
+    given = [x if shape == x.shape else WEIGHTS for shape in inputs]
+    assert all(map(torch.equal, parts[1](*given, *parts[0](*given)), step(x)))
+    assert "zeros" not in operations(parts[0])
+
+
 WEIGHTS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_()
 
 
