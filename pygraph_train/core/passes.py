@@ -59,6 +59,7 @@ _CONSTANTS = {"tensor", "as_tensor", "new_tensor"}
 
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 _TAKE_OF_HOST = {"getitem", "setitem", "copy_"}
+_LIKE_ANOTHER = {"to", "type_as"}
 
 _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
@@ -462,7 +463,7 @@ class HostPart:
                 x in front or (x.op == "placeholder" and is_on_host(x) and value_of(x).dim()) for x in given
             )
             acts = _DRAWING.search(str(n.target)) or _lie_in([n, *given], written)
-            own = n in alone and bool(_tensors(n)) and (follows or acts)
+            own = n in alone and bool(_tensors(n)) and (follows or acts or n in nodes[-1].all_input_nodes)
             if sent or own or (n in alone and _written_storages(n)):
                 front[n] = None
         self.any = bool(front)
@@ -500,12 +501,29 @@ class HostPart:
 def _send_constants(gm: GraphModule) -> None:
     """Let operations of their own send to the device what others would send: indices, and what is copied there."""
     for n in gm.graph.nodes:
-        if _name(n) in _CONSTANTS and isinstance(value_of(n), Tensor) and not is_on_host(n):
+        name, (first, second) = _name(n), (*n.args, None, None)[:2]
+        if name in _CONSTANTS and isinstance(value_of(n), Tensor) and not is_on_host(n):
             _make_there(n)
-        into = value_of(n.args[0]) if n.args and isinstance(n.args[0], Node) else None
-        if _name(n) in _TAKE_OF_HOST and isinstance(into, Tensor) and not is_on_host(n.args[0]):
-            n.args = (n.args[0], *(_sent(gm, x, n, into) for x in n.args[1:]))
+        elif name in _LIKE_ANOTHER and _is_on_device(second):
+            like = value_of(second)
+            n.op, n.target, n.args = "call_method", "to", (first, like.device, like.dtype)
+        elif name in _TAKE_OF_HOST and _is_on_device(first):
+            n.args = (first, *(_sent(gm, x, n, value_of(first)) for x in n.args[1:]))
+            indices = [t for x in n.all_input_nodes if x is not first for t in _tensors(x)]
+            if name == "setitem" and _is_number(n.args[2]) and any(t.dtype != torch.bool for t in indices):
+                options = {"dtype": value_of(first).dtype, "device": value_of(first).device}
+                with gm.graph.inserting_before(n):  # torch would make it on the host
+                    number = gm.graph.call_function(torch.full, ((), n.args[2]), options)
+                n.args = (*n.args[:2], number)
     gm.recompile()
+
+
+def _is_on_device(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value_of(node), Tensor) and not is_on_host(node)
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(value_of(given) if isinstance(given, Node) else given, _NUMBERS)
 
 
 def _make_there(node: Node) -> None:
@@ -514,8 +532,7 @@ def _make_there(node: Node) -> None:
     if any(_tensors(x) for x in node.all_input_nodes if not of_tensor or x is not node.args[0]):
         return  # it may be a view of another tensor
     data = node.kwargs["data"] if "data" in node.kwargs else node.args[of_tensor]
-    one = isinstance(value_of(data) if isinstance(data, Node) else data, _NUMBERS)
-    value = value_of(node)
+    one, value = _is_number(data), value_of(node)
     device = None if value.is_cpu else value.device
     node.op, node.target = "call_function", torch.full if one else torch.tensor
     node.args = ((), data) if one else (data,)

@@ -205,12 +205,12 @@ def test_indices_and_values_of_the_host_are_sent() -> None:
         y[rows] = 0.5
         y[0:1] = torch.arange(6, dtype=torch.int32)
         y[1].copy_(torch.arange(6, dtype=torch.int32))
-        return y[rows, 2].sum() + x[..., rows].square().sum()
+        return y[rows, 2].sum() + x[..., rows].square().sum() + (torch.arange(6).type_as(x) * x).sum()
 
     part, _ = split(grid, ON_DEVICE)
-    assert "to" not in operations(part.rest)
+    assert not {"to", "type_as"} & set(operations(part.rest))
     inputs = [n.meta["example_value"] for n in part.rest.graph.find_nodes(op="placeholder")]
-    assert len(inputs) == 6 and all(t.is_meta for t in inputs)
+    assert len(inputs) == 7 and all(t.is_meta for t in inputs)
 
 
 @pytest.mark.usefixtures("int32_is_of_the_host")
@@ -222,6 +222,8 @@ def test_lists_that_are_indices_are_sent() -> None:
 
     x = torch.linspace(-1, 2, 24).view(4, 6)
     part = equal_and_free_of({"tensor"}, lists, x)
+    setitem = next(n for n in part.rest.graph.nodes if n.name == "setitem")
+    assert setitem.args[2].target is torch.full, "torch would make the number on the host"
     assert part.any and not any(isinstance(a, list) for n in part.rest.graph.nodes for a in n.args)
 
 
@@ -238,6 +240,15 @@ def test_numbers_are_filled_in_where_they_are_used() -> None:
     x = torch.linspace(-1, 2, 24).view(4, 6)
     assert not equal_and_free_of({"tensor", "as_tensor", "new_tensor"}, numbers, x).any
     assert equal_and_free_of({"tensor", "new_tensor"}, lists, x).any
+
+
+def test_what_the_host_returns_is_made_anew() -> None:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sum(), torch.arange(3) + 1
+
+    part, whole = split(step, ON_DEVICE)
+    made = [whole(ON_DEVICE)[1] for _ in range(2)]
+    assert made[0].tolist() == [1, 2, 3] and made[0] is not made[1] and "add" not in operations(part.rest)
 
 
 @pytest.mark.usefixtures("float64_is_of_the_host")
