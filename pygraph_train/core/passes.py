@@ -30,7 +30,8 @@ from pygraph_train.torch_private.stock_dynamo import default_device
 from pygraph_train.trees import map_leaves
 
 _TRITON = "triton_kernel_wrapper_mutation"
-_EAGER_OPERATORS = {"autograd_function_apply", _TRITON}
+_CHECKPOINT = "tag_activation_checkpoint"
+_EAGER_OPERATORS = {"autograd_function_apply", _TRITON, _CHECKPOINT}
 """Higher-order operators that eager kernels compute as plain training does."""
 
 _OBSTACLES = {"set_", "shallow_copy_data_", "resize_", "resize_as_", "swap_tensors"}
@@ -181,6 +182,11 @@ def _rnn_by_layers(
     return x, *map(torch.cat, zip(*made, strict=True))
 
 
+def _draws_masks(given: Sequence[Any]) -> bool:
+    """Whether a recurrent network that is called with these drops out. Of packed rows another number comes fourth."""
+    return len(given) == 9 and not isinstance(given[3], (list, tuple)) and all(given[5:7])
+
+
 _copied = functools.partial(map_leaves, lambda value: value.clone() if isinstance(value, Tensor) else value)
 
 
@@ -306,6 +312,17 @@ def communication(gm: GraphModule) -> str | None:
     talking = (n for n, name in names if _COMMUNICATES.match(name) and not _name(n).endswith(_OF_PARTS))
     node = next(talking, None)
     return None if node is None else user_line_in(node.meta.get("stack_trace")) or ""
+
+
+def beyond_eager_kernels(gm: GraphModule) -> tuple[str, str | None]:
+    """A higher-order operator that eager kernels do not compute as plain training does, "" without one, and its line.
+
+    A model may ask for it in compiled code alone, and compute something else in plain training.
+    """
+    for n in _nodes_of(gm):
+        if isinstance(n.target, HigherOrderOperator) and (name := n.target.name()) not in _EAGER_OPERATORS:
+            return name, user_line_in(n.meta.get("stack_trace")) or ""
+    return "", None
 
 
 def adds_in_any_order(gm: GraphModule) -> bool:
@@ -652,15 +669,10 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
             why = why or "eager kernels cannot compute derivatives of torch.func in a graph"
         if not eager or node.op != "call_function":
             continue
-        packed = len(node.args) == 9 and isinstance(node.args[3], (list, tuple))
-        if (
-            name in _RECURRENT and len(node.args) == 9 and not packed and all(node.args[5:7])
-        ):  # it draws masks
+        if name in _RECURRENT and _draws_masks(node.args):
             node.target, node.args = _rnn_by_layers, (name, *node.args)
             changed.add(part)
-        if not isinstance(target, HigherOrderOperator):
-            continue
-        if target.name() == "tag_activation_checkpoint":
+        if isinstance(target, HigherOrderOperator) and target.name() == _CHECKPOINT:
             keeps = node.kwargs.get("preserve_rng_state", True)
             draws = keeps and _draws(part.get_submodule(node.args[0].target))
             node.target = _checkpointed_draws if draws else _checkpointed
@@ -669,8 +681,6 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
                 own = [i for i, t in enumerate(inputs) if not isinstance(t, nn.Parameter)]
                 node.kwargs = {**node.kwargs, "entering": own}
             changed.add(part)
-        elif target.name() not in _EAGER_OPERATORS:
-            why = why or f"eager kernels cannot compute {target.name()}"
     for part in changed:
         part.recompile()
     return gm, why

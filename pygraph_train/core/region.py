@@ -30,6 +30,7 @@ from pygraph_train.core.passes import (
     Collectives,
     HostPart,
     adds_in_any_order,
+    beyond_eager_kernels,
     caught,
     communication,
     differentiates,
@@ -194,7 +195,10 @@ class PhaseRegions:
             self.refused |= self.delivers or self.compiles
             self.divided, talks = True, talks or ("" if self.refused else None)
         lost = "" if None in next(iter(reversed(gm.graph.nodes))).args[0] else None
-        for reason, where in ((_CAUGHT, caught(gm)), (f"{_PART}: {COMMUNICATES}", talks), (_LOST, lost)):
+        name, beyond = beyond_eager_kernels(gm) if not self.compiles else ("", None)
+        eager = f"{_PART}: eager kernels cannot compute {name}"
+        talking = f"{_PART}: {COMMUNICATES}"
+        for reason, where in ((_CAUGHT, caught(gm)), (talking, talks), (_LOST, lost), (eager, beyond)):
             if where is not None:
                 self.tell(Problem(reason, where or None))
                 raise Unrecordable(reason)  # Dynamo leaves the function to Python

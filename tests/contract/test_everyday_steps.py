@@ -959,6 +959,25 @@ def an_embedding_of_limited_norm_in_a_checkpoint(case: Case) -> Any:
     return case.loss
 
 
+@case(updates=19)
+def a_model_that_computes_otherwise_in_compiled_code(case: Case) -> Any:
+    """With an operator that graphs of eager kernels cannot hold: the step runs as Python."""
+
+    class Otherwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if torch.compiler.is_compiling():
+                hidden = torch.cond(hidden.sum() > 0, lambda h: h * 2, lambda h: h * 3, (hidden,))
+            return self.last(hidden.tanh())
+
+    case.model = Otherwise()
+    return case.loss
+
+
 @case(16, updates=14)
 def several_layers_read_one_result_behind_a_graph_break_under_autocast(case: Case) -> Any:
     """Autocast keeps its cast of a parameter, and makes a new one of the result for each layer."""
