@@ -432,19 +432,27 @@ def _fetched(gm: GraphModule) -> set[Node]:
 
     It runs last, and what it is copied from may be written until then: it is copied from a clone without gradients.
     """
-    found: dict[Node, list[Node]] = {}
+    found: dict[Node, None] = {}
     written: list[Any] = []
-    for n in [*gm.graph.nodes] * 2:  # what is written in the end is made there as well
-        sources = [x for x in n.all_input_nodes if isinstance(value_of(x), Tensor)]
-        there = [x for x in sources if x not in found and not is_on_host(x)]
-        follows = any(x in found for x in sources) or _lie_in([n, *sources], written)
-        if n.op.startswith("call") and (follows or (is_on_host(n) and bool(there))):
-            found.setdefault(n, there)
-            written += _written_storages(n)
-    if any(getattr(value_of(n), "requires_grad", False) for n in found):
+
+    def sources(n: Node) -> list[Node]:
+        return [x for x in n.all_input_nodes if _tensors(x)]
+
+    while True:  # what is written in the end is made there as well
+        before = len(found)
+        for n in gm.graph.nodes:
+            given = sources(n)
+            fetches = is_on_host(n) and not all(map(is_on_host, given))
+            follows = any(x in found for x in given) or _lie_in([n, *given], written)
+            if n.op.startswith("call") and n not in found and (follows or fetches):
+                found[n] = None
+                written += _written_storages(n)
+        if len(found) == before:
+            break
+    if any(t.requires_grad for n in found for t in _tensors(n)) or any(map(_draws_on_host, found)):
         return set()
-    for n, there in found.items():
-        for x in there:
+    for n in found:
+        for x in [x for x in sources(n) if x not in found and not is_on_host(x)]:
             kept = x
             for operation in ("detach", "clone"):
                 with gm.graph.inserting_before(n):
@@ -479,11 +487,13 @@ class HostPart:
             follows = any(
                 x in front or (x.op == "placeholder" and is_on_host(x) and value_of(x).dim()) for x in given
             )
-            acts = _DRAWING.search(str(n.target)) or _lie_in([n, *given], written)
+            acts = _draws_on_host(n) or _lie_in([n, *given], written)
             own = n in alone and bool(_tensors(n)) and (follows or acts or n in nodes[-1].all_input_nodes)
             if sent or own or (n in alone and _written_storages(n)):
                 front[n] = None
-        self.any = bool(front)
+        self.any = bool(front) and all(
+            n in alone for n in nodes if _draws_on_host(n)
+        )  # else in another order
         if not self.any:
             return
         results, needed = list(nodes[-1].args[0]), set(front)
@@ -657,7 +667,7 @@ def prepared(gm: GraphModule, device: str, *, eager: bool) -> tuple[GraphModule,
     """
     why = None if communication(gm) is None else COMMUNICATES
     nodes = _nodes_of(gm)
-    if device != "cpu" and any(is_on_host(n) and _name(n) and _DRAWING.search(str(n.target)) for n in nodes):
+    if device != "cpu" and any(map(_draws_on_host, nodes)):
         why = why or "it draws random numbers on the host"  # a replay would not
     changed = {gm} if _read_random_numbers(gm) else set[GraphModule]()
     parts = [m for m in gm.modules() if isinstance(m, GraphModule)]  # checkpoints may lie in others
@@ -725,6 +735,10 @@ def _read_random_numbers(gm: GraphModule) -> bool:
 _DRAWING = re.compile(
     "drop|rand|bernoulli|normal|uniform|nomial|poisson|exponential|cauchy|geometric|rnn|lstm|gru"
 )
+
+
+def _draws_on_host(node: Node) -> bool:
+    return bool(_name(node)) and is_on_host(node) and bool(_DRAWING.search(str(node.target)))
 
 
 def _draws(body: nn.Module) -> bool:
