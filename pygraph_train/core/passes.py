@@ -588,7 +588,7 @@ def _sent(gm: GraphModule, given: Any, to: Node, into: Tensor) -> Any:
 def _computed_alone(nodes: Sequence[Node]) -> tuple[set[Node], list[Any]]:
     """What the host computes alone, and the storages that it writes there.
 
-    No tensor of a device leads to it, and nothing but the host alone writes what it reads.
+    No tensor of a device leads to it, and nothing but the host alone writes what it reads, or reads what it writes.
     """
     shared: list[Any] = []
     while True:
@@ -601,6 +601,10 @@ def _computed_alone(nodes: Sequence[Node]) -> tuple[set[Node], list[Any]]:
                 alone.add(n)
             if n.op.startswith("call") and (storages := _written_storages(n)):
                 (written if n in alone else others).extend(storages)
+        readers = [n for n in nodes if not alone.issuperset(n.all_input_nodes)]
+        others += [
+            s for n in readers for x in n.all_input_nodes if _lie_in([x], written) for s in _storages([x])
+        ]
         if all(any(s is x for x in shared) for s in others):
             return alone, written
         shared += others

@@ -71,7 +71,9 @@ def a_step(seed: int) -> tuple[str, Any]:
 
 
 def can_be_recorded(head: GraphModule) -> bool:
-    """Whether nothing is copied between host and device, and nothing is given to the host."""
+    """Whether the host draws nothing, nothing is copied between host and device, and nothing is given to the host."""
+    if any(map(passes._draws_on_host, head.graph.nodes)):
+        return False
     for n in head.graph.nodes:
         sides = {is_on_host(x) for x in [*n.all_input_nodes, n] if passes._tensors(x)}
         if (n.op.startswith("call") and len(sides) == 2) or (
