@@ -295,8 +295,7 @@ def test_a_reason_names_the_line_that_was_traced() -> None:
             step(batch)
         (told,) = step.report().to_dict()["fallbacks"]
     (obstacle,) = explain(step_fn, batch, model=model, optimizer=adamw(model)).to_dict()["obstacles"]
-    line = 2 if ENGINE == "emulated" else 1  # CUDA copies the number to the device
-    assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + line}"
+    assert told["where"] == obstacle["where"] == f"{__file__}:{noisy.__code__.co_firstlineno + 2}"
 
 
 @pytest.mark.parametrize("last", [False, True])
