@@ -58,7 +58,6 @@ _OF_PARTS = ("to_local", "from_local", "redistribute", "full_tensor")
 _CONSTANTS = {"tensor", "as_tensor", "new_tensor"}
 """What sends numbers of Python to a device."""
 
-_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 _TAKE_OF_HOST = {"getitem", "setitem", "copy_"}
 _LIKE_ANOTHER = {"to", "type_as"}
 
@@ -449,7 +448,9 @@ def _fetched(gm: GraphModule) -> set[Node]:
                 written += _written_storages(n)
         if len(found) == before:
             break
-    if any(t.requires_grad for n in found for t in _tensors(n)) or any(map(_draws_on_host, found)):
+    drawing = {n for n in gm.graph.nodes if _draws_on_host(n)}
+    in_order = drawing <= found.keys() or drawing.isdisjoint(found)
+    if not in_order or any(t.requires_grad for n in found for t in _tensors(n)):
         return set()
     for n in found:
         for x in [x for x in sources(n) if x not in found and not is_on_host(x)]:
@@ -491,9 +492,8 @@ class HostPart:
             own = n in alone and bool(_tensors(n)) and (follows or acts or n in nodes[-1].all_input_nodes)
             if sent or own or (n in alone and _written_storages(n)):
                 front[n] = None
-        self.any = bool(front) and all(
-            n in alone for n in nodes if _draws_on_host(n)
-        )  # else in another order
+        in_order = all(n in alone for n in nodes if _draws_on_host(n))
+        self.any = bool(front) and in_order
         if not self.any:
             return
         results, needed = list(nodes[-1].args[0]), set(front)
@@ -529,37 +529,40 @@ def _send_constants(gm: GraphModule) -> None:
     """Let operations of their own send to the device what others would send: indices, and what is copied there."""
     for n in gm.graph.nodes:
         name, (first, second) = _name(n), (*n.args, None, None)[:2]
-        if name in _CONSTANTS and isinstance(value_of(n), Tensor) and not is_on_host(n):
+        if name in _CONSTANTS and _is_on_device(n):
             _make_there(n)
         elif name in _LIKE_ANOTHER and _is_on_device(second):
             like = value_of(second)
-            n.op, n.target, n.args = "call_method", "to", (first, like.device, like.dtype)
+            n.op, n.target, n.args = "call_method", "to", (first, like.device, like.dtype, *n.args[2:])
         elif name in _TAKE_OF_HOST and _is_on_device(first):
             n.args = (first, *(_sent(gm, x, n, value_of(first)) for x in n.args[1:]))
             indices = [t for x in n.all_input_nodes if x is not first for t in _tensors(x)]
-            if name == "setitem" and _is_number(n.args[2]) and any(t.dtype != torch.bool for t in indices):
-                options = {"dtype": value_of(first).dtype, "device": value_of(first).device}
+            if (
+                name == "setitem"
+                and not (isinstance(n.args[2], Node) and _tensors(n.args[2]))
+                and any(t.dtype != torch.bool for t in indices)
+            ):
                 with gm.graph.inserting_before(n):  # torch would make it on the host
-                    number = gm.graph.call_function(torch.full, ((), n.args[2]), options)
+                    number = gm.graph.call_function(torch.tensor, (n.args[2],))
+                number.meta["example_value"] = value_of(first).new_empty((), requires_grad=False)
+                _make_there(number)
                 n.args = (*n.args[:2], number)
     gm.recompile()
 
 
 def _is_on_device(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(value_of(node), Tensor) and not is_on_host(node)
-
-
-def _is_number(given: Any) -> bool:
-    return isinstance(value_of(given) if isinstance(given, Node) else given, _NUMBERS)
+    """Whether it computes a tensor on the device, which is not a part of one."""
+    value = value_of(node) if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and not hasattr(value, "placements") and not is_on_host(node)
 
 
 def _make_there(node: Node) -> None:
-    """Let what makes a tensor of numbers ask for no other tensor. One number is filled in on the device."""
+    """Let what makes a tensor of numbers ask for no other tensor. A number that stays is filled in on the device."""
     of_tensor = _name(node) == "new_tensor"
     if any(_tensors(x) for x in node.all_input_nodes if not of_tensor or x is not node.args[0]):
         return  # it may be a view of another tensor
     data = node.kwargs["data"] if "data" in node.kwargs else node.args[of_tensor]
-    one, value = _is_number(data), value_of(node)
+    one, value = isinstance(data, (int, float, complex)), value_of(node)
     device = None if value.is_cpu else value.device
     node.op, node.target = "call_function", torch.full if one else torch.tensor
     node.args = ((), data) if one else (data,)

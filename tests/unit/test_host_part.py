@@ -17,7 +17,7 @@ from pygraph_train.torch_private.stock_dynamo import CompiledFunction
 pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("graphs are split, and none is recorded")]
 
 
-def graphs_of(fn: Callable[..., Any], *given: Any) -> list[GraphModule]:
+def graphs_of(fn: Callable[..., Any], *given: Any, dynamic: bool = False) -> list[GraphModule]:
     torch.compiler.reset()
     found: list[GraphModule] = []
 
@@ -25,12 +25,17 @@ def graphs_of(fn: Callable[..., Any], *given: Any) -> list[GraphModule]:
         found.append(gm)
         return gm.forward
 
-    torch.compile(fn, backend=keep, dynamic=False)(*given)
+    torch.compile(fn, backend=keep, dynamic=dynamic)(*given)
     return found
 
 
 def operations(gm: GraphModule) -> list[str]:
     return [getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes if n.op.startswith("call")]
+
+
+def values_of(gm: GraphModule) -> list[Any]:
+    """What stands for its inputs."""
+    return [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
 
 
 def split(fn: Callable[..., Any], *given: Any) -> tuple[HostPart, Callable[..., Any]]:
@@ -149,10 +154,13 @@ def float64_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def int32_is_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it may be an index."""
-    monkeypatch.setattr(
-        passes, "is_on_host", lambda n: {t.dtype for t in passes._tensors(n)} == {torch.int32}
-    )
+    """So that it may be an index. Dynamo hands numbers over as float64."""
+
+    def on_host(node: Any) -> bool:
+        kinds = {t.dtype for t in passes._tensors(node)}
+        return bool(kinds) and kinds <= {torch.int32, torch.float64}
+
+    monkeypatch.setattr(passes, "is_on_host", on_host)
 
 
 def equal_and_free_of(names: set[str], fn: Callable[..., Any], *given: Any) -> HostPart:
@@ -232,14 +240,28 @@ def test_lists_that_are_indices_are_sent() -> None:
 def test_numbers_are_filled_in_where_they_are_used() -> None:
     def numbers(x: Tensor) -> Tensor:
         x = torch.where(x > 0, torch.tensor(0.25, device=x.device), x) * x.new_tensor(2)
-        return (x + torch.as_tensor(True) + torch.tensor(data=3, dtype=torch.float64).float()).sum()
+        return (x + torch.as_tensor(True) + torch.tensor(data=3).float()).sum()
 
     def lists(x: Tensor) -> Tensor:
         weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 1.0], device=x.device)
         return ((x * weights).sum() + x.new_tensor([0.1, 0.2])).sum()
 
     x = torch.linspace(-1, 2, 24).view(4, 6)
+
+    def changing(x: Tensor, number: float) -> Tensor:
+        x = x.clone()
+        x[[0, 2]] = number + 1
+        return (x * torch.tensor(number, device=x.device)).sum()
+
     assert not equal_and_free_of({"tensor", "as_tensor", "new_tensor"}, numbers, x).any
+    with torch._dynamo.config.patch(specialize_float=False):
+        (gm,) = graphs_of(changing, x, 0.5, dynamic=True)
+    part = HostPart(gm)
+    assert not {"tensor", "full"} & set(operations(part.rest)), "a recording would hold the number"
+    for number in (0.25, 0.75):
+        by_kind = {torch.float64: torch.tensor(number, dtype=torch.float64), torch.float32: x}
+        given = [by_kind[v.dtype] if isinstance(v, Tensor) else int(v) for v in values_of(gm)]
+        assert torch.equal(part.around(part.rest.forward)(*given)[0], changing(x, number))
     assert equal_and_free_of({"tensor", "new_tensor"}, lists, x).any
 
 
