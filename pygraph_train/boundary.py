@@ -15,6 +15,7 @@ What the user's code raises goes through unchanged.
 
 from __future__ import annotations
 
+import dis
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -154,8 +155,8 @@ def theirs(error: E) -> E:
 
 def _for_the_user(error: Exception) -> bool:
     """Whether the user's code has raised it, or the library on purpose: the user can mend it, or has asked for it."""
-    wanted = isinstance(error, (PyGraphError, NotLegal, ValueError, TypeError))
-    return wanted or hasattr(error, "__pygraph_theirs__")
+    wanted = isinstance(error, (PyGraphError, NotLegal)) or hasattr(error, "__pygraph_theirs__")
+    return wanted or (isinstance(error, (ValueError, TypeError)) and _is_raised_here(error.__traceback__))
 
 
 _quiet: set[str] = set()
@@ -314,6 +315,15 @@ def _of_ours(tb: TracebackType | None) -> bool:
     """Whether the innermost frame is one of the library."""
     *_, (file, _) = _frames(tb)
     return is_library_file(file)
+
+
+def _is_raised_here(tb: TracebackType | None) -> bool:
+    """Whether a `raise` of the library has made it, and no call that failed."""
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    if tb is None or not is_library_file(tb.tb_frame.f_code.co_filename):
+        return False
+    return dis.opname[tb.tb_frame.f_code.co_code[tb.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _sentence(error: Exception) -> str:
