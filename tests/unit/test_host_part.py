@@ -236,6 +236,37 @@ def test_lists_that_are_indices_are_sent() -> None:
     assert part.any and not any(isinstance(a, list) for n in part.rest.graph.nodes for a in n.args)
 
 
+def test_constants_are_sent_once() -> None:
+    def constant(x: Tensor) -> Tensor:
+        rows = torch.arange(4) // 2
+        return x[rows].sum()
+
+    def written(x: Tensor) -> Tensor:
+        rows = torch.arange(4).to(x.device)
+        return x[rows.add_(1) % 4].sum()
+
+    def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(4).to(x.device)
+        return x[rows].sum(), rows[1:]
+
+    def drawn(x: Tensor) -> Tensor:
+        return x[torch.randint(0, 4, (4,))].sum()
+
+    def given(x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows].sum()
+
+    for fn, stays in ((constant, True), (written, False), (returned, False), (drawn, False), (given, False)):
+        inputs = (ON_DEVICE, torch.arange(4))[: 2 if fn is given else 1]
+        part, _ = split(fn, *inputs)
+        seen: list[Any] = []
+        whole = part.around(
+            lambda *inputs, rest=part.rest, seen=seen: seen.append(inputs[-1]) or rest(*inputs)
+        )
+        for _ in range(2):
+            whole(*inputs)
+        assert (seen[0] is seen[1]) == stays, fn
+
+
 @pytest.mark.usefixtures("int32_is_of_the_host")
 def test_numbers_are_filled_in_where_they_are_used() -> None:
     def numbers(x: Tensor) -> Tensor:
