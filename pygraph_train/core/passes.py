@@ -499,10 +499,15 @@ class HostPart:
         results, needed = list(nodes[-1].args[0]), set(front)
         for n in reversed(nodes):
             needed |= set(n.all_input_nodes) if n in needed else set()
-        inputs, body = gm.graph.find_nodes(op="placeholder"), [n for n in nodes[:-1] if n not in front]
+        live = {nodes[-1]}
+        for n in reversed(nodes[:-1]):  # a number that nobody uses would be a constant of a recording
+            pure = n in alone and n.op.startswith("call") and value_of(n) is not None
+            if n not in front and (not pure or not live.isdisjoint(n.users)):
+                live.add(n)
+        inputs, body = gm.graph.find_nodes(op="placeholder"), [n for n in nodes[:-1] if n in live]
         handed = [n for n in front if any(u not in front for u in n.users)]
-        crossing = [n for n in handed if any(u in body for u in n.users)]
-        kept = [n for n in inputs if n not in alone or any(u not in front for u in n.users)]
+        crossing = [n for n in handed if any(u in live and u is not nodes[-1] for u in n.users)]
+        kept = [n for n in inputs if n not in alone or not live.isdisjoint(n.users)]
         self._front = runner(_graph_of(gm, inputs, [n for n in nodes if n in needed], handed))
         self._kept = [inputs.index(n) for n in kept]
         self._crossing = [handed.index(n) for n in crossing]
