@@ -513,11 +513,8 @@ class HostPart:
         self._crossing = [handed.index(n) for n in crossing]
         self._results = [handed.index(n) if n in front else None for n in results]
         self._examples = [value_of(n) for n in crossing]
-        places = _storages(crossing)
-        inner = [x for n in body if isinstance(n.target, HigherOrderOperator) for x in n.all_input_nodes]
-        touched = [s for n in body for s in _written_storages(n)] + _storages([*results, *inner])
         varies = any(n.op == "placeholder" or _draws_on_host(n) for n in needed) or handed != crossing
-        self._stays = not varies and not any(s is t for s in places for t in touched)
+        self._stays = not (varies or _may_change(crossing, body, results))
         self._made: Sequence[Any] | None = None
         self.rest = _graph_of(gm, kept + crossing, body, [n for n in results if n not in front])
 
@@ -530,12 +527,19 @@ class HostPart:
 
         def whole(*given: Any) -> Any:
             handed = self._front(*given) if self._made is None else self._made
-            if self._stays:  # to send it makes the host wait for the device
-                self._made = handed
+            if self._stays and not torch.is_inference_mode_enabled():
+                self._made = handed  # to send it makes the host wait for the device
             made = iter(rest(*(given[i] for i in self._kept), *(handed[i] for i in self._crossing)))
             return tuple(next(made) if i is None else handed[i] for i in self._results)
 
         return whole
+
+
+def _may_change(made: Sequence[Node], body: Sequence[Node], results: Sequence[Any]) -> bool:
+    """Whether operations may write what was made before, or a result hands it on."""
+    inner = [x for n in body if isinstance(n.target, HigherOrderOperator) for x in n.all_input_nodes]
+    touched = [s for n in body for s in _written_storages(n)] + _storages([*results, *inner])
+    return _lie_in(made, touched)
 
 
 def _send_constants(gm: GraphModule) -> None:
