@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -79,12 +80,13 @@ class Fingerprint:
         # one after the other, and in parts: a copy of all gradients would be as large as the model
         for g in real:
             flat = _in_memory(g)
-            exact.append(_sum([part.sum(dtype=torch.int64) for part in _integers(flat)]))
+            sums = (part.sum(dtype=torch.int64) for part in _integers(flat))
+            exact.append(functools.reduce(torch.add, sums))
             if distances:
                 norms.append(_norm(flat.split(_PART)))
                 samples.append(_sampled(g))
         empty = torch.zeros(0)
-        rounding = [_rounding(t.dtype) for t in real if distances]
+        rounding = [torch.finfo(t.dtype).eps if t.dtype.is_floating_point else 0.0 for t in real if distances]
         return cls(
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
@@ -232,10 +234,6 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(here ^ there, torch.full_like(a, math.inf), apart)
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-
-
 def _in_memory(tensor: Tensor) -> Tensor:
     """All elements in one dimension, in the order in which they lie in memory. A copy where others lie in between."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -256,10 +254,6 @@ def _norm(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].numel() < 1 << 20:
         return parts[0].double().norm()
     return torch.stack([part.float().norm() for part in parts]).double().norm()
-
-
-def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
 
 
 def _integers(flat: Tensor) -> Iterator[Tensor]:
