@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
+from unittest import mock
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,18 +41,12 @@ class StateWatch:
             NotLegal: state was made. It is gone again.
         """
         objects, states = self._objects(), [optimizer.state for optimizer in self._optimizers]
-        before = [
-            (table, dict(table))
-            for table in chain(states, *(state.values() for state in states))
-            if isinstance(table, dict)
-        ]
-        try:
+        with ExitStack() as before:
+            for table in chain(states, *(state.values() for state in states)):
+                if isinstance(table, dict):
+                    before.enter_context(mock.patch.dict(table))
             yield
-        finally:
             made = not _same(objects, self._objects())
-            for table, entries in before:
-                table.clear()
-                table.update(entries)
         if made:
             raise NotLegal(
                 Problem(
