@@ -7,13 +7,13 @@ plain training, and the buffers that it gives to other processes before a forwar
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import local_tensor
 from pygraph_train.torch_private.phases import around_forward
@@ -60,15 +60,10 @@ class Replicas(Replication):
         if any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()):
             self.problem = Problem("SyncBatchNorm exchanges statistics in the middle of forward and backward")
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """See `Replication.micro_batch`. What `no_sync()` does where gradients are not exchanged."""
-        before = self._wrapper.require_backward_grad_sync
-        self._wrapper.require_backward_grad_sync = last and before
-        try:
-            yield
-        finally:
-            self._wrapper.require_backward_grad_sync = before
+        exchanged = last and self._wrapper.require_backward_grad_sync
+        return standing_in([(self._wrapper, "require_backward_grad_sync", exchanged)])
 
     def around(self) -> AbstractContextManager[None]:
         """See `Replication.around`."""
