@@ -412,18 +412,14 @@ class _LightningProgram(StepProgram):
                     raise
             return output
 
-        return self.instead_of_training_step(
-            functools.partial(self.boundary.make, recorded, self._plain_training_step)
-        )
+        made = functools.partial(self.boundary.make, recorded, self._plain_training_step)
+        # on the strategy, not on the module: attributes of the module are guarded
+        return standing_in([(self._trainer.strategy, "training_step", made)])
 
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
         executes(STEP)
         return type(strategy).training_step(strategy, *args, **kwargs)
-
-    def instead_of_training_step(self, training_step: Callable[..., Any]) -> AbstractContextManager[None]:
-        """On the strategy, not on the module: attributes of the module are guarded."""
-        return standing_in([(self._trainer.strategy, "training_step", training_step)])
 
     def _whole_update(self) -> None:
         assert self.optimizer is not None
