@@ -48,20 +48,6 @@ _UNORDERED = re.compile(
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
-_OF_NUMPY = "wrapped_"
-"""Begins names of operations of NumPy."""
-_NUMPY_WRITES = {
-    "copyto",
-    "fill",
-    "fill_diagonal",
-    "partition",
-    "place",
-    "put",
-    "put_along_axis",
-    "putmask",
-    "sort",
-}
-
 _COMMUNICATES = re.compile(r"torch\.(distributed|_ops\._?c10d)|_?c10d")
 
 COMMUNICATES = "other processes take part in an operation of it"
@@ -752,10 +738,7 @@ def _written_storages(node: Node) -> list[Any]:
 
 
 def _writes(node: Node) -> bool:
-    name, of_numpy = _name(node).removeprefix(_OF_NUMPY), _name(node).startswith(_OF_NUMPY)
-    if of_numpy and name in _NUMPY_WRITES:
-        return True
-    name = name.removeprefix("__").removesuffix("__") if of_numpy else name
+    name = _name(node)
     in_place = name.endswith("_") and not name.endswith("__")
     writes = "out" in node.kwargs or name == _TRITON
     return writes or (bool(node.args) and (in_place or name in _WRITING_OPERATORS))

@@ -3,8 +3,9 @@
 Dynamo guards the length of a list that outlives a step, so `losses.append(loss)` would be traced anew in every step. It
 breaks the graph at such a list instead, and Python appends; also at `append` where a graph ends behind it, as in
 `losses.append(loss.item())`: that is another object in each step; and at generators of `random`, of which it would draw
-once. It takes integers of global objects for fixed; those that change are numbers here. And it would make a tensor of a
-float64 of NumPy, of another type. (2.11 to 2.15)
+once. It takes integers of global objects for fixed; those that change are numbers here. It would make a tensor of a
+float64 of NumPy, of another type. And it takes an array of NumPy for a constant, so that it changes the array itself
+while it traces `array += 1`. (2.11 to 2.15)
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Growing:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         stock, number, lists = VariableBuilder._wrap, VariableBuilder.wrap_symint, (list, deque)
-        double = getattr(sys.modules.get("numpy"), "float64", None)
+        numpy = sys.modules.get("numpy")
+        double, array = getattr(numpy, "float64", None), getattr(numpy, "ndarray", None)
 
         def wrap(builder: Any, value: Any) -> Any:
             waits = str(getattr(builder.source, "local_name", "")).startswith("___stack")
@@ -55,7 +57,7 @@ class Growing:
                 return number(builder, value, DimDynamic.DYNAMIC)
             if (
                 appends
-                or type(value) is random.Random
+                or type(value) in (random.Random, array)
                 or (type(value) in lists and self.grows(builder.name, value))
             ):
                 builder.install_guards(GuardBuilder.TYPE_MATCH)

@@ -842,6 +842,24 @@ def indices_that_the_host_writes(case: Case) -> Any:
     return step
 
 
+@case(updates=14)
+def arrays_of_numpy_that_are_added_to(case: Case) -> Any:
+    """One lives as long as the training, and one as long as the step."""
+    seen = numpy.zeros(3)
+    case.after = lambda number: case.seen.update(seen=seen.tolist())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        counts = seen
+        counts += 0.5
+        weights = numpy.arange(6.0)
+        weights[1:] += 1
+        weights *= 0.1
+        out = case.model(x * torch.from_numpy(weights).to(x))
+        return cross_entropy(out, y) * float(counts[0])
+
+    return step
+
+
 @case(19)
 def constants_of_the_step(case: Case) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -190,14 +189,6 @@ def test_what_the_host_writes_in_place_is_sent_with_what_it_wrote() -> None:
         rows[0] = 3
         return x[rows.to(torch.int64)].sum() * rows[0] - before.to(torch.float32).sum()
 
-    def by_numpy(x: Tensor) -> Tensor:
-        rows = np.zeros(4, dtype=np.int32)
-        rows[0] = 3
-        rows[1:] += 1
-        rows.sort()
-        rows[2:].fill(2)
-        return x[torch.from_numpy(rows).to(torch.int64)].sum()
-
     def by_out(x: Tensor) -> Tensor:
         rows = torch.zeros(3, dtype=torch.int32)
         torch.add(torch.ones(3, dtype=torch.int32), 1, out=rows)
@@ -209,7 +200,7 @@ def test_what_the_host_writes_in_place_is_sent_with_what_it_wrote() -> None:
         return x[rows.to(torch.int64)].sum()
 
     x = torch.linspace(-1, 2, 24).view(4, 6)
-    for fn in (filled, by_numpy, by_out):
+    for fn in (filled, by_out):
         assert equal_and_free_of({"to"}, fn, x).any
     for fn in (read_by_both, of_the_device):
         assert not equal_and_free_of(set(), fn, x).any, "the host is not alone with it"
