@@ -182,7 +182,7 @@ def _rnn_by_layers(
 
 
 def _draws_masks(given: Sequence[Any]) -> bool:
-    """Whether a recurrent network that is called with these drops out. Of packed rows another number comes fourth."""
+    """Whether a recurrent network that is called with these drops out. For packed rows, the weights come fourth."""
     return len(given) == 9 and not isinstance(given[3], (list, tuple)) and all(given[5:7])
 
 
